@@ -3,13 +3,18 @@
 Whoever reads from a mount that is gone waits in the kernel for good. So a call has a thread to
 itself, which the caller leaves behind after the deadline, and which takes another call once it is
 done. A call that takes a tenth of that counts as hanging: while as many to one place do as may, no
-other waits longer there, and later ones fail at once. Other places are not concerned.
+other waits longer there, and later ones fail at once. Other places are not concerned, and of one
+job only some are counted: whoever writes too much to be read soon keeps nobody else from storage.
 """
 
 from __future__ import annotations
 
 import errno
+import math
+import os
+import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -19,25 +24,39 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 DEADLINE_S = 10.0
-# Of the 40 threads of the API, and others.
-MAX_HANGING = 16
+# Of the 40 threads of the API, and others; and of those for one job.
+MAX_HANGING, MAX_OF_ONE = 16, 4
 _SLOW_SHARE = 0.1
+_MOUNTS = Path("/proc/self/mountinfo")
+# What is mounted later is looked for as often as that.
+_MOUNTS_S = 10.0
+# Of a path that no mount is known to hold.
 _PLACE_PARTS = 3
 # To start one takes longer than most calls, above all where others compute.
 _MAX_IDLE = 16
 _Result = TypeVar("_Result")
 # What idle threads wait at.
 _idle: list[SimpleQueue[Callable[[], None]]] = []
-_hanging: Counter[Path] = Counter()
+# By place and owner; all of a place have the owner "".
+_hanging: Counter[tuple[Path, str]] = Counter()
 _lock = threading.Lock()
+_mounts: frozenset[str] = frozenset()
+_mounts_read_at = -math.inf
 
 
-def in_time(path: Path, call: Callable[[], _Result], deadline_s: float = DEADLINE_S) -> _Result:
-    """What `call` returns or raises; an OSError where the storage of `path` hangs."""
-    # Whatever else is asked for there hangs as well: mounts are near the root.
-    place = Path(*path.parts[:_PLACE_PARTS])
-    if _hanging[place] >= MAX_HANGING:
+def in_time(
+    path: Path, call: Callable[[], _Result], deadline_s: float = DEADLINE_S, owner: str = ""
+) -> _Result:
+    """What `call` returns or raises; a TimeoutError where the storage of `path` hangs.
+
+    `owner` is the job whose files it reads, if any.
+    """
+    place = place_of(path)
+    if _hanging[place, ""] >= MAX_HANGING:
         raise TimeoutError(errno.ETIMEDOUT, "storage hangs; is its server away?", str(place))
+    if owner and _hanging[place, owner] >= MAX_OF_ONE:
+        cause = f"storage hangs, or what {owner} has there takes long to read; try again later"
+        raise TimeoutError(errno.ETIMEDOUT, cause, str(place))
     future: Future[_Result] = Future()
     context = copy_context()
 
@@ -55,8 +74,8 @@ def in_time(path: Path, call: Callable[[], _Result], deadline_s: float = DEADLIN
     thread.put(run)
     slow_s = _SLOW_SHARE * deadline_s
     if wait([future], slow_s).not_done:
-        is_last = _count(place, 1) > MAX_HANGING
-        future.add_done_callback(lambda _: _count(place, -1))
+        counted, is_last = _count(place, owner)
+        future.add_done_callback(lambda _: _uncount(counted))
         wait([future], 0.0 if is_last else deadline_s - slow_s)
     if not future.done():
         cause = f"storage has not answered for {deadline_s:g} s; is its server away?"
@@ -74,13 +93,58 @@ def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
             _idle.append(calls)
 
 
+def place_of(path: Path) -> Path:
+    """The mount that holds a path: whatever else is asked for there hangs as well.
+
+    The kernel is asked, never the mount itself. Of what lies on the root it is the first folders.
+    """
+    global _mounts, _mounts_read_at
+    if (found := _mount_of(path)) is None and time.monotonic() >= _mounts_read_at + _MOUNTS_S:
+        _mounts, _mounts_read_at = _read_mounts(), time.monotonic()
+        found = _mount_of(path)
+    return found or Path(*path.parts[:_PLACE_PARTS])
+
+
+def _mount_of(path: Path) -> Path | None:
+    return next((each for each in (path, *path.parents) if str(each) in _mounts), None)
+
+
+def _read_mounts() -> frozenset[str]:
+    """Where something is mounted, but for the root; nothing where the kernel does not tell."""
+    try:
+        lines = _MOUNTS.read_bytes().splitlines()
+    except OSError:
+        return frozenset()
+    # Blanks in names are octal numbers.
+    names = (re.sub(rb"\\([0-7]{3})", _unescaped, line.split(b" ")[4]) for line in lines)
+    return frozenset(map(os.fsdecode, names)) - {"/"}
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    return bytes([int(match[1], 8)])
+
+
 def hanging() -> dict[str, int]:
-    """How many calls hang now, by place."""
+    """How many calls hang now, by place; of those for one job as many as count."""
     with _lock:
-        return {str(place): number for place, number in _hanging.items() if number}
+        return {str(place): number for (place, owner), number in _hanging.items() if not owner}
 
 
-def _count(place: Path, change: int) -> int:
+def _count(place: Path, owner: str) -> tuple[list[tuple[Path, str]], bool]:
+    """Count a call that hangs; as what it counts, and whether there are too many like it."""
     with _lock:
-        _hanging[place] += change
-        return _hanging[place]
+        counted = [(place, owner)] if owner else []
+        is_one_too_many = bool(owner) and _hanging[place, owner] >= MAX_OF_ONE
+        if not is_one_too_many:
+            is_one_too_many = _hanging[place, ""] >= MAX_HANGING
+            counted.append((place, ""))
+        _hanging.update(counted)
+    return counted, is_one_too_many
+
+
+def _uncount(counted: list[tuple[Path, str]]) -> None:
+    with _lock:
+        _hanging.subtract(counted)
+        for each in counted:
+            if not _hanging[each]:
+                del _hanging[each]

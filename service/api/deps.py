@@ -291,17 +291,19 @@ def on_storage(
     def decorate(handler: Callable[Given, Answer]) -> Callable[Given, Answer]:
         @functools.wraps(handler)
         def handle(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
-            context = cast(Context, kwargs["context"])
-            return reach(context.settings, partial(handler, *args, **kwargs), deadline_s)
+            context, job = cast(Context, kwargs["context"]), cast(Job | None, kwargs.get("job"))
+            call = partial(handler, *args, **kwargs)
+            return reach(context.settings, call, deadline_s, job.id if job else "")
 
         return handle
 
     return decorate
 
 
-def streamed(context: Context, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """What is read from run storage while it is sent, each chunk within the deadline."""
-    read = partial(in_time, context.settings.runs_dir, partial(next, chunks, None))
+def streamed(context: Context, chunks: Iterator[bytes], job: Job) -> Iterator[bytes]:
+    """What is read of a job while it is sent, each chunk within the deadline."""
+    take = partial(next, chunks, None)
+    read = partial(in_time, context.settings.runs_dir, take, DEADLINE_S, job.id)
     return cast(Iterator[bytes], iter(read, None))
 
 

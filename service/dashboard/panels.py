@@ -189,8 +189,9 @@ class ExportPanel(Panel):
         Raises `StorageUnavailable`.
         """
         read = partial(exports_of, self._run_dir)
-        found = (await asyncio.to_thread(reach, self._settings, read))[::-1]
         job, now = self._snapshot.job, time.time()
+        reading = asyncio.to_thread(reach, self._settings, read, owner=job.id)
+        found = (await reading)[::-1]
         self._list.set_content(fragments.render("exports.html", job=job, exports=found, now=now))
         self._doomed.set_options([each.id for each in found])
         self._delete_button.set_visibility(self._may_change and bool(found))
@@ -222,8 +223,8 @@ class LogView:
     """Follows one log of one attempt; switches to a new attempt by itself."""
 
     def __init__(self, settings: Settings, job_id: str) -> None:
-        self._settings = settings
         self._run_dir = run_dir_of(settings, job_id)
+        self._reach = partial(reach, settings, owner=job_id)
         self._attempt_id: str | None = None
         self._position: LogPosition | None = None
         self._suggested: str | None = None
@@ -246,7 +247,7 @@ class LogView:
             return
         files = self._run_dir.attempt(attempt_id)
         look = partial(list_sources, files)
-        self._show_sources(await asyncio.to_thread(reach, self._settings, look))
+        self._show_sources(await asyncio.to_thread(self._reach, look))
         if self._source.value:
             await self._follow(files, attempt_id, self._source.value, is_final)
 
@@ -264,7 +265,7 @@ class LogView:
     ) -> None:
         before = self._position
         read = partial(_read, files, attempt_id, source, before, is_final)
-        start, pieces = await asyncio.to_thread(reach, self._settings, read)
+        start, pieces = await asyncio.to_thread(self._reach, read)
         # The reader may have picked another source while the thread was reading.
         if before is not self._position or source != self._source.value:
             return

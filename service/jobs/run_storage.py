@@ -74,11 +74,14 @@ def run_dir_of(settings: Settings, job_id: str) -> RunDir:
 
 
 def reach(
-    settings: Settings, call: Callable[[], _Result], deadline_s: float = DEADLINE_S
+    settings: Settings, call: Callable[[], _Result], deadline_s: float = DEADLINE_S, owner: str = ""
 ) -> _Result:
-    """What `call` returns; raises `StorageUnavailable` where run storage fails or hangs."""
+    """What `call` returns; raises `StorageUnavailable` where run storage fails or hangs.
+
+    `owner` is the job whose files it reads, if any.
+    """
     with reaching_storage():
-        return in_time(settings.runs_dir, call, deadline_s)
+        return in_time(settings.runs_dir, call, deadline_s, owner)
 
 
 def write_json(path: Path, document: Any, runs_dir: Path) -> None:

@@ -371,8 +371,8 @@ def test_a_page_whose_storage_hangs_says_so_follows_the_job_and_shows_logs_once_
         answers.wait(scaled(60))
         return list_sources(files)
 
-    def soon(path: Path, call: Callable[[], object], deadline_s: float) -> object:
-        return in_time(path, call, 0.1)
+    def soon(path: Path, call: Callable[[], object], deadline_s: float, owner: str) -> object:
+        return in_time(path, call, 0.1, owner)
 
     monkeypatch.setattr(panels, "list_sources", hanging)
     monkeypatch.setattr(run_storage, "in_time", soon)
@@ -380,7 +380,7 @@ def test_a_page_whose_storage_hangs_says_so_follows_the_job_and_shows_logs_once_
     fault = page.get_by_text("Logs and exports cannot be read")
     expect(fault).to_contain_text("storage has not answered", timeout=LIVE_MS)
     expect(fault).to_contain_text("storage hangs", timeout=2 * LIVE_MS)
-    assert [*storage.hanging().values()] == [storage.MAX_HANGING]
+    assert [*storage.hanging().values()] == [storage.MAX_OF_ONE]
     tell(dashboard.store, running, progress(70))
     expect(page.get_by_text("step 70 of 100")).to_be_visible(timeout=LIVE_MS)
     answers.set()

@@ -134,7 +134,7 @@ def download_export(export_id: str, job: JobDep, context: ContextDep) -> Streami
         "Content-Encoding": "identity",
         "Content-Disposition": f'attachment; filename="{job.name}-{folder.id}.tar"',
     }
-    sent = streamed(context, chunks)
+    sent = streamed(context, chunks, job)
     return StreamingResponse(sent, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)
 
 
@@ -182,7 +182,7 @@ def download_trace(
     run_dir = run_dir_of(context.settings, job.id)
     file = find_trace(context.store, run_dir, job.id, name, attempt)
     headers = {"Content-Disposition": f'attachment; filename="{job.name}-{name}"'}
-    sent = streamed(context, _chunks(file))
+    sent = streamed(context, _chunks(file), job)
     return StreamingResponse(sent, media_type=TRACE_MEDIA_TYPE, headers=headers)
 
 

@@ -102,7 +102,7 @@ def get_logs(
     elif tail is not None:
         follower.start_at_tail(tail)
     if follow or is_stream:
-        poll = partial(in_time, context.settings.runs_dir, follower.poll)
+        poll = partial(in_time, context.settings.runs_dir, follower.poll, owner=job.id)
         return stream(poll, context)
     pieces, sources = _read_some(follower), follower.sources()
     return LogsOut(
@@ -148,7 +148,7 @@ def download_logs(
     chunks: Iterator[bytes] = as_zip(logs) if form == "zip" else as_gzip(logs)
     name = f"{attempt or job.id}-logs.{'zip' if form == 'zip' else 'txt.gz'}"
     return StreamingResponse(
-        streamed(context, chunks),
+        streamed(context, chunks, job),
         media_type=f"application/{form}",
         headers={"Content-Disposition": f'attachment; filename="{name}"'},
     )

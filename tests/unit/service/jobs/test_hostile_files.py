@@ -347,7 +347,7 @@ def test_lists_show_the_newest_exports_and_messages_of_bounded_length(
     assert all(len(each) < 30_000 and "[...]" in each for each in messages)
 
 
-# What is no file of a job: packaged files, the service's own home, what the operator names.
+# What is no file of a job: packaged files, the service's own home, what the operator names, mounts.
 OWN_FILES = {
     "service/app.py",
     "service/auth/crypto.py",
@@ -360,6 +360,7 @@ OWN_FILES = {
     "service/db/engine.py",
     "service/files.py",
     "service/healthcheck.py",
+    "service/storage.py",
 }
 READS = {"open", "read_bytes", "read_text", "FileResponse", "write_bytes", "write_text"}
 # They run on the machine of whoever calls them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 import threading
 import time
@@ -563,6 +564,43 @@ def test_storage_that_hangs_fails_its_own_calls_only_and_later_ones_at_once() ->
     release.set()
     wait_for(lambda: not storage.hanging(), "the calls to return")
     assert in_time(hung, lambda: 8) == 8
+
+
+def test_calls_for_one_job_leave_storage_to_others() -> None:
+    release, busy = threading.Event(), Path("/mnt/busy")
+    with ThreadPoolExecutor(2 * storage.MAX_HANGING) as pool:
+        late = [
+            pool.submit(in_time, busy, lambda: release.wait(scaled(60)), scaled(1.0), "job-1")
+            for _ in range(2 * storage.MAX_HANGING)
+        ]
+        assert {type(each.exception()) for each in late} == {TimeoutError}
+    assert storage.hanging() == {str(busy): storage.MAX_OF_ONE}
+    with pytest.raises(TimeoutError, match="job-1 has there"):
+        in_time(busy, lambda: pytest.fail("it is not called"), owner="job-1")
+    assert in_time(busy, lambda: 7, owner="job-2") == in_time(busy, lambda: 7) == 7
+    release.set()
+    wait_for(lambda: not storage._hanging, "the calls to return")
+    assert in_time(busy, lambda: 8, owner="job-1") == 8
+
+
+def test_a_mount_that_hangs_is_told_from_others_below_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "mountinfo"
+    line = "36 35 98:0 / {} rw,noatime shared:1 - nfs4 server:/ rw\n".format
+    told.write_text(line("/") + line("/var/lib/shardloom/runs"))
+    monkeypatch.setattr(storage, "_MOUNTS", told)
+    monkeypatch.setattr(storage, "_mounts", frozenset())
+    monkeypatch.setattr(storage, "_mounts_read_at", -math.inf)
+    runs, data = Path("/var/lib/shardloom/runs"), Path("/var/lib/shardloom/my data")
+    assert storage.place_of(runs / "job-1" / "logs") == runs
+    assert storage.place_of(data / "criteo") == Path("/var/lib")
+    with told.open("a") as mounts:
+        mounts.write(line("/var/lib/shardloom/my\\040data"))
+    monkeypatch.setattr(storage, "_MOUNTS_S", 0.0)
+    assert storage.place_of(data / "criteo") == data
+    monkeypatch.setattr(storage, "_MOUNTS", tmp_path / "of another system")
+    assert storage.place_of(Path("/srv/a/b/c")) == Path("/srv/a")
 
 
 def test_of_calls_that_begin_together_no_more_wait_for_storage_than_may(

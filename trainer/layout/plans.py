@@ -52,14 +52,20 @@ _MODES = ("touched_rows", "full")
 _WORTH_IT = 1.1
 _MOST_WORKERS_FACTOR = 64
 _MAX_CHANGES = 3
+# Of a host whose memory is not known.
+_ENOUGH_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
 class PlanSite:
-    """A cluster with room for so many workers on each host, each as the cluster describes it."""
+    """A cluster with room for so many workers on each host, each as the cluster describes it.
+
+    `host_memory_bytes` is the least that a worker has of its host, enough where that is not known.
+    """
 
     cluster: Cluster
     room: tuple[int, ...]
+    host_memory_bytes: int = _ENOUGH_BYTES
 
     @classmethod
     def of_profile(cls, cluster: Cluster, spec: JobSpec) -> PlanSite:
@@ -72,7 +78,9 @@ class PlanSite:
     @classmethod
     def of_site(cls, site: Site) -> PlanSite:
         """The hosts that Ray tells of; raises `ClusterError` where too little is known of them."""
-        return cls(described(site), site.room)
+        places = zip(site.hosts, site.room, strict=True)
+        shares = (host.memory_bytes // num for host, num in places if num and host.memory_bytes)
+        return cls(described(site), site.room, min(shares, default=_ENOUGH_BYTES))
 
     def grown_for(self, spec: JobSpec) -> PlanSite:
         """The same hosts, or as many more as the spec's workers take of a cluster without end."""
@@ -412,6 +420,7 @@ def topology_of(choice: Choice, site: PlanSite, spec: JobSpec) -> GroupTopology:
         ranks_per_host=per_host.pop() if len(per_host) == 1 else None,
         device=cluster.device,
         memory_bytes=spec.resources.memory_bytes_per_worker or free_bytes,
+        host_memory_bytes=site.host_memory_bytes,
         memory_bytes_per_s=cluster.hbm_bytes_per_s,
         intra_host_bytes_per_s=cluster.intra_host_bytes_per_s,
         inter_host_bytes_per_s=cluster.inter_host_bytes_per_s,

@@ -105,7 +105,10 @@ class GroupPlan(_Frozen):
 
 @dataclass(frozen=True)
 class TableLoad:
-    """One table as a sample sees it, in bytes; `held` is what one copy of it takes."""
+    """One table as a sample sees it, in bytes; `held` is what one copy of it takes.
+
+    One that `is_everywhere` has a dense gradient, which DDP averages.
+    """
 
     row_parts: int
     is_everywhere: bool
@@ -119,7 +122,11 @@ class TableLoad:
 
     @property
     def held(self) -> int:
-        return self.weights + self.state
+        return self.weights + self.state + self.gradient
+
+    @property
+    def gradient(self) -> int:
+        return self.weights if self.is_everywhere else 0
 
     @property
     def copies_sent(self) -> int:
@@ -200,7 +207,9 @@ def _of_loads(spec: JobSpec, loads: Sequence[TableLoad], size: int) -> Workload:
         batch_size=spec.data.batch_size,
         # What every rank holds whole counts L times: a rank is taken to have an L-th of the sum.
         table_bytes=sum(load.weights * (size if load.is_everywhere else 1) for load in loads),
-        optimizer_bytes=sum(load.state * (size if load.is_everywhere else 1) for load in loads),
+        optimizer_bytes=sum(
+            (load.state + load.gradient) * (size if load.is_everywhere else 1) for load in loads
+        ),
         synced_bytes=0,
         lookup_bytes=sum(load.lookup for load in loads),
         dense_flops=network.flops,
@@ -211,7 +220,7 @@ def _of_loads(spec: JobSpec, loads: Sequence[TableLoad], size: int) -> Workload:
         * sum(load.output * load.copies_sent for load in exchanged),
         dense_activation_bytes=_WITH_GRADIENT * (vectors + network.num_activations * _FLOAT_BYTES),
         dense_bytes=weight_bytes * num_dense,
-        dense_gradient_bytes=weight_bytes,
+        dense_gradient_bytes=weight_bytes + sum(load.gradient for load in loads),
         dense_every_steps=accumulate_steps,
     )
 
@@ -332,7 +341,7 @@ def rank_loads(
                 (
                     weights * where.load_factor,
                     # A column shard has the state of its rows for itself.
-                    load.state * (row_share if _is_by_row(spec) else share),
+                    load.state * (row_share if _is_by_row(spec) else share) + load.gradient,
                     sync_bytes * share,
                     weights if where.load_factor < 1 else 0.0,
                     ids * _row_bytes(spec, table, columns),

@@ -304,13 +304,12 @@ class PerfEstimator(ShardEstimator):
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
-    """TorchRec's estimate of what a shard takes, the optimizer state, which that leaves out, and a
-    share of what a sync holds of its table.
+    """TorchRec's estimate of what a shard takes, and what that leaves out: its optimizer state, its
+    share of what a sync holds of its table, and the dense gradient of a data-parallel table.
 
-    So a rank is planned to take, for each of its shards, ids and activations, and tables with
-    optimizer state, times 1 + sync_bytes / size_bytes (`JobSections`). Of a cached table, whose
-    weights are in host memory (twice where checkpoints are written from a copy), HBM holds the
-    cache, what syncs hold, and the optimizer state of rows; that of elements is with the weights.
+    A column shard has the state of its rows for itself. Of a cached table, whose weights are in
+    host memory (twice where checkpoints are written from a copy), HBM holds the cache, what syncs
+    hold, and the optimizer state of rows; that of elements is with the weights.
     """
 
     def __init__(self, spec: JobSpec, topology: Topology, constraints: Constraints) -> None:
@@ -321,29 +320,29 @@ class StorageEstimator(EmbeddingStorageEstimator):
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
         super().estimate(sharding_options, sharder_data_map)
         for option in sharding_options:
-            is_cached = option.compute_kernel == _CACHING
             for shard in option.shards:
                 assert shard.storage is not None, "estimated above"
-                shard.storage = self._with_state(
-                    self._tables[option.name], shard.storage, is_cached
-                )
+                shard.storage = self._completed(option, shard.size, shard.storage)
 
-    def _with_state(self, table: EmbeddingTableSpec, taken: Storage, is_cached: bool) -> Storage:
+    def _completed(self, option: ShardingOption, size: Sequence[int], taken: Storage) -> Storage:
+        spec, table = self._spec, self._tables[option.name]
         assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
-        weight_bytes = table.num_embeddings * table.embedding_dim * NUM_BYTES[table.data_type]
-        sync_bytes = self._spec.sync_bytes(table)
-        size_bytes = self._spec.size_bytes(table) or weight_bytes
-        if not is_cached:
-            factor = (size_bytes + sync_bytes) / weight_bytes
-            return Storage(math.ceil(taken.hbm * factor), math.ceil(taken.ddr * factor))
-        share, state_bytes = taken.ddr / weight_bytes, size_bytes - weight_bytes
-        in_hbm, in_host = sync_bytes, size_bytes
-        if self._spec.optimizer.sparse.name == "row_wise_adagrad":
-            in_hbm, in_host = sync_bytes + state_bytes, weight_bytes
-        num_copies = 2 if self._spec.checkpoint.asynchronous else 1
-        return Storage(
-            math.ceil(taken.hbm + in_hbm * share), math.ceil(num_copies * in_host * share)
+        weights = table.num_embeddings * table.embedding_dim * NUM_BYTES[table.data_type]
+        row_share = size[0] / table.num_embeddings
+        share = row_share * size[1] / table.embedding_dim
+        is_by_row = spec.optimizer.sparse.name != "adagrad"
+        state = ((spec.size_bytes(table) or weights) - weights) * (
+            row_share if is_by_row else share
         )
+        sync_bytes = spec.sync_bytes(table) * share
+        if option.compute_kernel == _CACHING:
+            in_host = weights * share + (0 if is_by_row else state)
+            num_copies = 2 if spec.checkpoint.asynchronous else 1
+            in_hbm = sync_bytes + (state if is_by_row else 0)
+            return Storage(math.ceil(taken.hbm + in_hbm), math.ceil(num_copies * in_host))
+        gradient = weights if option.sharding_type == DATA_PARALLEL else 0
+        more = math.ceil(state + sync_bytes + gradient)
+        return taken + (Storage(hbm=more, ddr=0) if taken.hbm else Storage(hbm=0, ddr=more))
 
 
 def table_constraints(

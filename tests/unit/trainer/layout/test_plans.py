@@ -235,6 +235,8 @@ def test_the_cluster_of_the_service_is_described_by_what_ray_says_of_it() -> Non
     gpu = HostFacts("a", 16, 8, 64 * GIB, "H100", 80 * GIB)
     site = PlanSite.of_site(site_of(spec, [gpu]))
     assert (site.cluster.device, site.room) == ("cuda", (8,))
+    assert site.host_memory_bytes == 8 * GIB
+    assert PlanSite.of_site(site_of(spec, [replace(gpu, memory_bytes=0)])).host_memory_bytes > 1e15
     assert site.cluster.hbm_bytes_per_s == cluster_of("8xH100-80GB").hbm_bytes_per_s
     cpu = PlanSite.of_site(site_of(spec, [HostFacts("a", 8, 0, 64 * GIB)]))
     assert (cpu.cluster.device, cpu.cluster.hbm_bytes) == ("cpu", 8 * GIB)

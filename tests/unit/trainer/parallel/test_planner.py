@@ -17,7 +17,9 @@ from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from tests.harness.builders import spec_document
+from trainer.layout.workload import GroupTopology
 from trainer.parallel import planner
+from trainer.parallel.group_planner import group_plan
 from trainer.parallel.mesh import ranks_per_host, replicas_per_level
 from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import (
@@ -215,6 +217,42 @@ def test_tables_are_cached_where_that_is_asked_for_and_there_are_gpus() -> None:
     assert _kernels(_plan_on("cpu", auto, 64 * GB)) == dict.fromkeys(CACHED_ROWS, ("fused", None))
     with pytest.raises(PlanError, match=r"planner\.compute_kernel auto"):
         _plan_on("cuda", _gpu_spec(), 10 * GB)
+
+
+@pytest.mark.parametrize(
+    ("sharding_type", "row_bytes"),
+    [
+        # Of 16 columns of 2 bytes, with a moment of 4 a row: whole, and its gradient.
+        ("data_parallel", 2 * 32 + 4),
+        ("row_wise", (32 + 4) / 4),
+        # Four columns, and the moments of all rows.
+        ("column_wise", 8 + 4),
+    ],
+)
+def test_a_plan_holds_what_a_rank_holds_of_a_table(sharding_type: str, row_bytes: float) -> None:
+    table = {"name": "movies", "num_embeddings": 10_000_000, "embedding_dim": 16}
+    constraints = {"sharding_types": [sharding_type], "min_partition": 4}
+    document = spec_document() | {
+        "features": [
+            {"name": "age", "type": "dense"},
+            {"name": "seen", "type": "id", "table": "movies"},
+        ],
+        "embedding_tables": [table | {"data_type": "fp16", "constraints": constraints}],
+        "parallelism": {"workers": 4, "shard_group_size": 4},
+        "model": spec_document()["model"] | {"dense_arch": {"layer_sizes": [16]}},
+        "resources": {"device": "cpu"},
+    }
+    spec, held = validate_spec(document), row_bytes * table["num_embeddings"]
+    known = {"memory_bytes_per_s": 8e9, "intra_host_bytes_per_s": 1e9}
+    known |= {"inter_host_bytes_per_s": 1e9, "ranks_per_host": 4, "device": "cpu"}
+    usable = 1 - spec.parallelism.planner.storage_reservation
+    for share, fits in ((1.05, True), (0.95, False)):
+        memory_bytes = int(held * share / usable)
+        topology = GroupTopology(shard_group_size=4, memory_bytes=memory_bytes, **known)
+        found = group_plan(spec, topology)
+        assert (not found.obstacle) == fits, found.obstacle
+        for rank in found.ranks:
+            assert rank.tables_bytes + rank.optimizer_bytes == pytest.approx(held)
 
 
 HOSTS = st.lists(st.sampled_from("abc"), max_size=9)

@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http import HTTPStatus
 from urllib.parse import quote
 
@@ -24,7 +24,14 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import errors
-from service.api.middleware import SAFE_METHODS, caller_key, is_foreign, is_public, refuse
+from service.api.middleware import (
+    READY_PATH,
+    SAFE_METHODS,
+    caller_key,
+    is_foreign,
+    is_public,
+    refuse,
+)
 from service.auth.authenticator import Credentials
 from service.auth.permissions import CLAIM_PATH
 from service.auth.security import Security
@@ -167,6 +174,8 @@ class AuthenticationMiddleware:
             raise errors.InvalidRequest([FieldProblem("url", "nul", "holds a NUL character")])
         is_open = is_public(scope)
         if is_open and scope["method"] in SAFE_METHODS:
+            if scope["path"] == READY_PATH:
+                state["principal"] = await self._known(connection)
             return
         if is_open:
             # All drivers of a cluster start at one address.
@@ -186,6 +195,13 @@ class AuthenticationMiddleware:
         if authenticator.is_quick(credentials):
             return authenticator.principal_of(credentials)
         return await run_in_threadpool(authenticator.principal_of, credentials)
+
+    async def _known(self, connection: HTTPConnection) -> Principal | None:
+        """Who asks what is public but tells some more than others; a wrong key is no fault."""
+        is_stranger = credentials_of(connection) == Credentials()
+        with suppress(errors.ServiceError):
+            return await (self.principal_of if is_stranger else self._signed_in)(connection)
+        return None
 
     async def _signed_in(self, connection: HTTPConnection) -> Principal:
         """The principal of a connection; raises `TooManyRequests`, also after many failures."""

@@ -76,7 +76,8 @@ _DOCS_CSP = (
 # uvicorn reads the first, and leaves both in place.
 _PROXY_HEADERS = ("x-forwarded-for", "forwarded")
 # Health probes may use any address of the service, and learn nothing.
-_PROBES = frozenset({"/healthz", "/readyz"})
+READY_PATH = "/readyz"
+_PROBES = frozenset({"/healthz", READY_PATH})
 
 
 async def refuse(error: errors.ServiceError, scope: Scope, receive: Receive, send: Send) -> None:

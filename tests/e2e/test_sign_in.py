@@ -171,6 +171,8 @@ def test_a_viewer_sees_everything_but_actions(tab: Page, house: Guarded) -> None
     expect(tab.locator(".job-head")).to_contain_text("movie-nights")
     for name in ("Cancel job", "Pause", "New from this", "Record a trace", "Export"):
         expect(tab.get_by_text(name, exact=True)).not_to_be_visible()
+    tab.goto("/dashboard/cluster")
+    expect(tab.locator(".policy")).to_contain_text("migration")
     tab.goto("/dashboard/settings")
     expect(tab.get_by_text("Projects and quotas")).to_be_visible()
     expect(tab.get_by_text("Audit log")).not_to_be_visible()

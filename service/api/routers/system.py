@@ -7,16 +7,17 @@ from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Response, status
+from fastapi import APIRouter, Path, Request, Response, status
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from service.api.deps import ContextDep, PrincipalDep, ThreadRoute
+from service.api.deps import ContextDep, PrincipalDep, ThreadRoute, known_principal
 from service.api.views import project_view, queue_view, usage_by_project
 from service.domain.models import Project, Usage, with_unlisted
 from service.errors import (
     BackendUnreachable,
     ProjectNotFound,
     ReconcilerDied,
+    StoreUnavailable,
 )
 from service.files import make_writable
 from service.schemas.admin import ClusterOut, ProjectOut, Quotas
@@ -116,14 +117,22 @@ async def get_health() -> dict[str, str]:
 
 
 @system_router.get("/readyz", summary="Whether the service can do its work")
-def get_readiness(context: ContextDep) -> dict[str, Any]:
+def get_readiness(request: Request, context: ContextDep) -> dict[str, Any]:
     """200 when the store answers and is migrated and the reconciler is at work, else 503.
 
-    A cluster or run storage that is away is told, with the reason, but does not make the service
-    unready: it still shows jobs and takes them, and starts them when both are back.
+    With credentials it says more: a cluster or run storage that is away is told, with the reason,
+    but does not make the service unready. It still shows jobs and takes them, and starts them when
+    both are back.
     """
     if context.reconciler.has_died:
         raise ReconcilerDied
+    if known_principal(request) is None:
+        try:
+            context.store.ping()
+        except StoreUnavailable:
+            why = "the database does not answer, or is at another migration; the log says more"
+            raise StoreUnavailable(why) from None
+        return {"status": "ready"}
     reachable, message = context.cluster.latest()
     last_pass_s = max(0.0, time.time() - context.reconciler.dispatched_at)
     return {

@@ -138,7 +138,8 @@ def test_the_service_runs_from_wheel_and_lock_on_postgresql(
             return installed.run(*HEALTHCHECK, **settings)[0] == 0
 
         wait_for(is_healthy, "the service", 60)
-        assert '"postgresql"' in httpx.get(f"{url}/readyz", trust_env=False).text
+        known = {"Authorization": f"Bearer {key.split()[0]}"}
+        assert '"postgresql"' in httpx.get(f"{url}/readyz", headers=known, trust_env=False).text
         assert httpx.get(f"{url}/v1/jobs", trust_env=False).status_code == 401
         client = {**settings, "SHARDLOOM_URL": url, "SHARDLOOM_API_KEY": key.split()[0]}
         code, listed = installed.run("shardloom", "ps", "--all", "--json", **client)

@@ -28,7 +28,7 @@ from service.db.jobs import JobStore
 from service.db.tables import answers
 from service.domain.auth import Principal, login_code
 from service.domain.models import JobStatus
-from service.errors import ServiceError
+from service.errors import ServiceError, StoreUnavailable
 from service.network import is_loopback
 from service.settings import Settings
 from tests.harness.service import (
@@ -254,6 +254,25 @@ def test_large_answers_are_compressed_but_streams_are_not(api: Api) -> None:
     stream = api.http.get(f"/v1/jobs/{job_id}/events", headers=headers)
     assert "content-encoding" not in stream.headers
     assert "event: end" in stream.text
+
+
+def test_readiness_tells_strangers_no_more_than_whether_it_is_so(
+    house: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = TestClient(house.http.app, base_url=HOST)
+    for headers in ({}, {"Authorization": "Bearer shl_wrong"}, {"Cookie": "shardloom-session=x"}):
+        answer = stranger.get("/readyz", headers=headers)
+        assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+    assert house.send("GET", "/readyz", "viewer").json()["storage"]["runs"] == "writable"
+    assert _sign_in(house).get("/readyz").json()["store"]["migration"]
+
+    def away(store: JobStore) -> object:
+        raise StoreUnavailable("connection to server at 10.0.0.7 failed")
+
+    monkeypatch.setattr(JobStore, "ping", away)
+    problem = problem_in(stranger.get("/readyz"), 503, "store_unavailable")
+    assert "10.0.0.7" not in problem["detail"]
+    assert "10.0.0.7" in house.send("GET", "/readyz", "viewer").json()["detail"]
 
 
 # ---- rates

@@ -42,9 +42,12 @@ class IdempotencyStore(Transactions):
                 principal=principal, key=key, request_hash=request_hash, created_at=now
             )
             new = insert.on_conflict_do_nothing().returning(answers.c.key)
-            if connection.execute(new).first():
-                return None
-            known = connection.execute(select(answers).where(_is(principal, key))).one()
+            known = None
+            while known is None:
+                if connection.execute(new).first():
+                    return None
+                # None where the request before has failed since, which forgets its key.
+                known = connection.execute(select(answers).where(_is(principal, key))).first()
             headers = tuple((name, value) for name, value in known.headers or ())
             return StoredResponse(
                 known.request_hash, known.status, headers, known.sealed_body or ""

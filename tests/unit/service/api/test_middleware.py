@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import select
+from sqlalchemy import Connection, delete, event, select
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -482,6 +482,23 @@ def test_a_request_under_way_is_not_begun_again_until_it_was_abandoned(store: Jo
     assert kept.begin("me", "k", "hash", now=1001.0 + ABANDONED_S) is None
     kept.forget("me", "k")
     assert kept.begin("me", "k", "hash", now=1002.0 + ABANDONED_S) is None
+
+
+def test_a_request_begins_where_the_one_before_fails_at_that_moment(store: JobStore) -> None:
+    kept = IdempotencyStore(store.engine)
+    kept.begin("me", "k", "hash", now=1000.0)
+    forgotten: list[str] = []
+
+    @event.listens_for(store.engine, "after_cursor_execute")
+    def forget(connection: Connection, _cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT INTO answers") and not forgotten:
+            forgotten.append(statement)
+            connection.execute(delete(answers))
+
+    assert kept.begin("me", "k", "other", now=1001.0) is None
+    assert forgotten
+    event.remove(store.engine, "after_cursor_execute", forget)
+    assert kept.begin("me", "k", "other", now=1002.0) == StoredResponse("other")
 
 
 def test_an_answer_is_forgotten_after_a_day_and_known_to_nobody_else(store: JobStore) -> None:

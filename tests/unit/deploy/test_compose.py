@@ -98,6 +98,11 @@ def test_code_of_users_has_no_way_to_the_database_or_the_services_secrets() -> N
 def test_the_service_and_ray_have_one_token() -> None:
     services = _services()
     assert services["service"]["environment"]["SHARDLOOM_RAY_AUTH_TOKEN"] == _ENV["RAY_AUTH_TOKEN"]
+    store, *others = (
+        {key: value for key, value in services[name]["environment"].items() if "AWS_" in key}
+        for name in ("service", "ray-head", "ray-worker")
+    )
+    assert len(store) == 4 and others == [store, store], "exports read where jobs write"
     for name in ("ray-head", "ray-worker"):
         environment = services[name]["environment"]
         assert environment["RAY_AUTH_MODE"] == "token"

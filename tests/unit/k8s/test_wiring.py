@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from functools import cache
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ def _settings(variant: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return Settings()
 
 
+_BALANCER = "35.191.0.0/16"
 _OTHERS = {"forwarded_allow_ips", "nicegui_storage_path"}
 
 
@@ -76,6 +78,11 @@ def test_the_settings_fit_the_service_and_ray(
 ) -> None:
     settings = _settings(variant, monkeypatch)
     check_address(settings, has_credentials=True)
+    proxies = {*map(ip_network, settings_of(variant)["FORWARDED_ALLOW_IPS"].split(","))}
+    is_let_in = _BALANCER in str(of_kind(build(variant), "NetworkPolicy"))
+    assert {str(each) for each in proxies if each.is_global} == (
+        {_BALANCER} if is_let_in else set()
+    )
     assert settings.auth == "required"
     assert settings.replica_id == "x" * 40
     (pod,) = pods(variant, "service")

@@ -135,7 +135,7 @@ CountOrZero = Annotated[NonNegativeInt, Field(le=MAX_INTEGER)]
 # (docs/benchmarks.md); more would take seconds to lay out.
 MAX_WORKERS = 1 << 14
 # 30 years: timers of Python, gloo and NCCL take no more than some hundred.
-_MAX_SECONDS = 1e9
+_MAX_SECONDS = 10**9
 
 
 def at_most(most: float, what: str) -> AfterValidator:

@@ -220,12 +220,15 @@ class AuthenticationMiddleware:
     def _hold_open(self, scope: Scope, held: ExitStack) -> None:
         """Count a connection as open until `held` ends; raises `TooManyOpen`.
 
-        Those of strangers are counted by address.
+        Strangers are counted by address and path: sign-ins keep no driver from its token. What
+        they send without a body, as probes do, takes no time and is not counted.
         """
         principal: Principal | None = scope["state"].get("principal")
-        caller = caller_key(principal) if principal else f"anonymous:{_remote(scope)}"
+        if principal is None and scope["method"] in SAFE_METHODS:
+            return
+        stranger = f"anonymous:{scope['path']}:{_remote(scope)}"
         if principal is None or principal.kind != "local":
-            held.enter_context(self._open.one_of(caller))
+            held.enter_context(self._open.one_of(caller_key(principal) if principal else stranger))
 
     def _limit(self, limiter: RateLimiter, caller: str) -> None:
         wait_s = limiter.take(caller, self.clock())

@@ -47,9 +47,10 @@ class Wire:
         key: str,
         kind: str = "http",
         path: str = "/v1/jobs/x/events",
+        method: str = "GET",
     ) -> None:
         headers = [(b"authorization", f"Bearer {key}".encode()), (b"host", b"shardloom.example")]
-        scope = {"type": kind, "method": "GET", "path": path, "headers": headers}
+        scope = {"type": kind, "method": method, "path": path, "headers": headers}
         await gate({**scope, "query_string": b""}, self._receive, self._send)
 
     async def _receive(self) -> Message:
@@ -87,7 +88,7 @@ HELLOS: dict[str, Message] = {
 
 @pytest.mark.parametrize(
     ("kind", "path"),
-    [("http", "/v1/jobs/x/events"), ("websocket", "/dashboard/_nicegui_ws"), ("http", "/login")],
+    [("http", "/v1/jobs/x/events"), ("websocket", "/dashboard/_nicegui_ws")],
 )
 def test_who_follows_too_much_at_once_is_refused_until_a_connection_ends(
     open_guarded: GuardedApps, kind: str, path: str
@@ -114,6 +115,36 @@ def test_who_follows_too_much_at_once_is_refused_until_a_connection_ends(
 
     key, end = house.keys["viewer"], asyncio.Event()
     assert asyncio.run(follow()) == [True, True, False, True]
+
+
+def test_open_requests_of_strangers_keep_neither_probes_nor_drivers_out(
+    open_guarded: GuardedApps,
+) -> None:
+    house, login = open_guarded(max_open_requests=1), ("POST", "/login")
+    claim = ("POST", "/v1/attempts:claim")
+
+    async def ask(gate: AuthenticationMiddleware, method: str, path: str) -> Wire:
+        wire = Wire()
+        held.append(asyncio.create_task(wire.connect(gate, "", "http", path, method)))
+        while not wire.sent:
+            await asyncio.sleep(0)
+        return wire
+
+    async def ask_all() -> list[bool]:
+        gate = AuthenticationMiddleware(stay, house.settings, house.security)
+        asked = (login, login, claim, claim, *([("GET", "/healthz"), ("GET", "/login")] * 2))
+        wires = [await ask(gate, *each) for each in (*asked, ("GET", "/readyz"))]
+        for each in held:
+            each.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        return [wire.sent[0] == HELLOS["http"] for wire in wires]
+
+    async def stay(scope: Any, receive: Any, send: Any) -> None:
+        await send(HELLOS["http"])
+        await asyncio.Event().wait()
+
+    held: list[asyncio.Task[None]] = []
+    assert asyncio.run(ask_all()) == [True, False, True, False, *[True] * 5]
 
 
 def test_who_opens_websockets_too_fast_is_refused(open_guarded: GuardedApps) -> None:

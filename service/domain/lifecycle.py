@@ -347,11 +347,14 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
 
 
 def _may_submit(attempt: Attempt, now: float) -> bool:
-    """Whether to try now: a second time at once, then after as long as it was tried before."""
+    """Whether to try now: a second time at once, then after as long as it was tried before.
+
+    Of a clock that was set back nothing is waited for.
+    """
     tried = attempt.last_submit_at
     if tried is None:
         return True
-    return now - tried >= min(_MAX_SUBMIT_PAUSE_S, tried - attempt.created_at)
+    return not 0.0 <= now - tried < min(_MAX_SUBMIT_PAUSE_S, tried - attempt.created_at)
 
 
 def _with_contact(job: Job, observation: Observation) -> Job:

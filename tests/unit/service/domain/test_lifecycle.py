@@ -97,6 +97,14 @@ def test_a_submission_without_effect_is_repeated_at_once_then_ever_later() -> No
     assert tries == [0, 1, 2, 4, 8, 16, 32, 62, 92, 122]
 
 
+def test_a_submission_is_repeated_although_the_clock_was_set_back() -> None:
+    job, attempt = live_job(JobStatus.STARTING)
+    tried = replace(attempt, submitted_at=None, started_at=None, last_submit_at=NOW + 20)
+    assert decide(job, tried, NOT_FOUND, NOW + 21).action is Action.NONE
+    for set_back_s in (1.0, 3600.0):
+        assert decide(job, tried, NOT_FOUND, NOW + 20 - set_back_s).action is Action.SUBMIT
+
+
 def test_cancel_waits_for_a_submission_that_may_still_arrive_and_for_no_other() -> None:
     job, attempt = live_job(JobStatus.STARTING)
     stopping = request_cancel(job, NOW).job

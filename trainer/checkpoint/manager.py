@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 # Hosts read and write at unequal speed, and waiting for storage that is away is no hang; a dead
 # peer is noticed at once.
 _STORAGE_TIMEOUT = timedelta(minutes=30)
+_BEAT_S = 5.0
 
 
 # What a state, the marker of a checkpoint and a ledger hold under the same name.
@@ -199,9 +200,14 @@ class CheckpointManager:
         if self._pending and self._pending.end.done():
             self._settle()
 
-    def wait(self) -> None:
-        """Wait for the save under way, if any, and report it; raises as `poll` does."""
+    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait for the save under way, if any, and report it; raises as `poll` does.
+
+        `beat` is called every few seconds: for as long as storage may take, the rank does not hang.
+        """
         if self._pending:
+            while futures.wait([self._pending.end], _BEAT_S).not_done:
+                beat()
             self._settle()
 
     def close(self) -> None:

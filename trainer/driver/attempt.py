@@ -39,6 +39,7 @@ from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
 _RETRY_S = 2.0
+_PASSING = {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS}
 POST_TIMEOUT_S = 10.0
 MIRROR_S = 3 * mirror.INTERVAL_S
 # After a run this long the next failure counts as the first in a row.
@@ -100,7 +101,7 @@ def _ask_until(
             if response.is_success:
                 return response.json()
             cause = f"HTTP {response.status_code}"
-            if response.is_client_error and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+            if response.is_client_error and response.status_code not in _PASSING:
                 raise _not_given(f"the service refuses the job's {what} ({cause}, see its log)")
         if clock() >= give_up_at:
             raise _not_given(f"the service does not give the job's {what} ({cause})")

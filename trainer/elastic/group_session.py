@@ -586,10 +586,10 @@ class GroupSession(Session):
         """
         if not self.is_asked_to_stop:
             return
-        self.checkpoints.wait()
+        self.await_save()
         if self.checkpoints.newest_commit != self.state.commit:
             self.save_checkpoint(is_best=False)
-        self.checkpoints.wait()
+        self.await_save()
         if self.checkpoints.newest_commit == self.state.commit:
             worker.leave_mark(self.config, AttemptDir.stopping_path)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -642,6 +642,10 @@ class Session:
     def may_save(self) -> bool:
         """Whether a checkpoint would hold all that was trained: none has accumulated gradients."""
         return not self.optimizers.is_accumulating
+
+    def await_save(self) -> None:
+        """Wait for the save under way, if any, as long as storage takes."""
+        self.checkpoints.wait(partial(self.heartbeat.enter, "checkpoint"))
 
     def save_checkpoint(self, is_best: bool) -> None:
         """Save model and optimizers. Collective over all ranks.

@@ -91,7 +91,7 @@ def _take_steps(session: Session) -> None:
         if is_save_due or must_stop:
             session.save_checkpoint(is_best)
         if must_stop:
-            session.checkpoints.wait()  # for as long as storage takes: `close` gives up sooner
+            session.await_save()  # `close` gives up sooner
         if session.is_finished or must_stop:
             break
 

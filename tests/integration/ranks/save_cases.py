@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import call, patch
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,11 @@ from tests.integration.ranks.checkpoint_cases import (
     train,
 )
 from trainer import fault_injection
+from trainer.checkpoint import manager
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.save_load import list_committed
 from trainer.checkpoint.state_dict import state_to_save
+from trainer.coordination.client import HeartbeatReporter
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.protocol import events, requests
@@ -142,14 +145,19 @@ def train_over_a_failed_save(config: WorkerConfig, step: int) -> list[int]:
     return [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
 
 
-def stop_slowly(config: WorkerConfig, save_s: float) -> list[int]:
-    """Train until a stop that is wanted from the start, whose save is slow; the steps saved."""
+def stop_slowly(config: WorkerConfig, save_s: float) -> tuple[list[int], int]:
+    """Train until a stop that is wanted from the start, whose save is slow.
+
+    Returns the steps saved, and how often the rank said meanwhile that it saves.
+    """
     files = RunDir(config.run_dir).attempt(config.attempt_id)
     files.root.mkdir(parents=True)
     requests.ask(files, requests.StopRequest(run_index=0, cause="request"))
     _arm({"kind": "slow", "rank": 0, "step": 1, "arg": save_s})
-    train_session(config)
-    return [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
+    with patch.object(manager, "_BEAT_S", 0.1), patch.object(HeartbeatReporter, "enter") as enter:
+        train_session(config)
+    committed = list_committed(RunDir(config.run_dir).checkpoints_dir)
+    return [each.commit.step for each in committed], enter.mock_calls.count(call("checkpoint"))
 
 
 def save_after_another_took_over(run_dir: Path) -> tuple[list[str], str]:

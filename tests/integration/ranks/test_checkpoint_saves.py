@@ -104,7 +104,9 @@ def test_a_stop_waits_for_its_save_longer_than_for_a_rank(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     config = make_config(small_movielens, tmp_path, *ONE_RANK, "resources.collective_timeout_s=1")
-    assert run_ranks(stop_slowly, 1, config, 2.0) == [[6]]
+    ((steps, num_beats),) = run_ranks(stop_slowly, 1, config, 2.0)
+    assert steps == [6]
+    assert num_beats > 5, "so that it does not count as hanging"
 
 
 def test_workers_whose_run_folder_another_attempt_took_save_and_clear_away_nothing(

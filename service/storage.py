@@ -5,6 +5,7 @@ itself, which the caller leaves behind after the deadline, and which takes anoth
 done. A call that takes a tenth of that counts as hanging: while as many to one place do as may, no
 other waits longer there, and later ones fail at once. Other places are not concerned, and of one
 job only some are counted: whoever writes too much to be read soon keeps nobody else from storage.
+Half of a place is for calls that are for no job, such as those by which jobs start.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextvars import copy_context
 from pathlib import Path
@@ -24,8 +25,8 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 DEADLINE_S = 10.0
-# Of the 40 threads of the API, and others; and of those for one job.
-MAX_HANGING, MAX_OF_ONE = 16, 4
+# Of the 40 threads of the API, and others; of those for jobs; and of those for one job.
+MAX_HANGING, MAX_OWNED, MAX_OF_ONE = 16, 8, 4
 _SLOW_SHARE = 0.1
 _MOUNTS = Path("/proc/self/mountinfo")
 # What is mounted later is looked for as often as that.
@@ -37,7 +38,8 @@ _MAX_IDLE = 16
 _Result = TypeVar("_Result")
 # What idle threads wait at.
 _idle: list[SimpleQueue[Callable[[], None]]] = []
-# By place and owner; all of a place have the owner "".
+# By place and owner; all of a place have the owner "", and all for jobs the owner `_JOBS`.
+_JOBS = "jobs"
 _hanging: Counter[tuple[Path, str]] = Counter()
 _lock = threading.Lock()
 _mounts: frozenset[str] = frozenset()
@@ -52,11 +54,7 @@ def in_time(
     `owner` is the job whose files it reads, if any.
     """
     place = place_of(path)
-    if _hanging[place, ""] >= MAX_HANGING:
-        raise TimeoutError(errno.ETIMEDOUT, "storage hangs; is its server away?", str(place))
-    if owner and _hanging[place, owner] >= MAX_OF_ONE:
-        cause = f"storage hangs, or what {owner} has there takes long to read; try again later"
-        raise TimeoutError(errno.ETIMEDOUT, cause, str(place))
+    _check_room(place, owner)
     future: Future[_Result] = Future()
     context = copy_context()
 
@@ -81,6 +79,20 @@ def in_time(
         cause = f"storage has not answered for {deadline_s:g} s; is its server away?"
         raise TimeoutError(errno.ETIMEDOUT, cause, str(place))
     return future.result()
+
+
+def _check_room(place: Path, owner: str) -> None:
+    """Raise a TimeoutError where as many calls like this one hang as may."""
+    for each, most in _limits(owner).items():
+        if _hanging[place, each] >= most:
+            cause = f"storage hangs, or what {each} wrote there takes long to read; try again later"
+            hung = "storage hangs; is its server away?"
+            raise TimeoutError(errno.ETIMEDOUT, cause if each else hung, str(place))
+
+
+def _limits(owner: str) -> Mapping[str, int]:
+    """How many calls like one for `owner` may hang, by whom they are counted for."""
+    return {owner: MAX_OF_ONE, _JOBS: MAX_OWNED, "": MAX_HANGING} if owner else {"": MAX_HANGING}
 
 
 def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
@@ -132,12 +144,12 @@ def hanging() -> dict[str, int]:
 
 def _count(place: Path, owner: str) -> tuple[list[tuple[Path, str]], bool]:
     """Count a call that hangs; as what it counts, and whether there are too many like it."""
+    counted = []
     with _lock:
-        counted = [(place, owner)] if owner else []
-        is_one_too_many = bool(owner) and _hanging[place, owner] >= MAX_OF_ONE
-        if not is_one_too_many:
-            is_one_too_many = _hanging[place, ""] >= MAX_HANGING
-            counted.append((place, ""))
+        for each, most in _limits(owner).items():
+            counted.append((place, each))
+            if is_one_too_many := _hanging[place, each] >= most:
+                break
         _hanging.update(counted)
     return counted, is_one_too_many
 

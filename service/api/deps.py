@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from service.db.projects import ProjectStore
 from service.db.sweeps import SweepStore
 from service.db.webhooks import WebhookStore
 from service.domain.auth import Principal, Role
-from service.domain.models import Job
+from service.domain.models import Attempt, Job
 from service.jobs.code_archives import check_code
 from service.jobs.export_runner import ExportRunner
 from service.jobs.planning import GroupPlanner, check_fit
@@ -291,13 +291,21 @@ def on_storage(
     def decorate(handler: Callable[Given, Answer]) -> Callable[Given, Answer]:
         @functools.wraps(handler)
         def handle(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
-            context, job = cast(Context, kwargs["context"]), cast(Job | None, kwargs.get("job"))
+            context = cast(Context, kwargs["context"])
             call = partial(handler, *args, **kwargs)
-            return reach(context.settings, call, deadline_s, job.id if job else "")
+            return reach(context.settings, call, deadline_s, _owner_in(kwargs))
 
         return handle
 
     return decorate
+
+
+def _owner_in(arguments: Mapping[str, object]) -> str:
+    """The id of the job that a handler is called for, or whose attempt it is called for."""
+    match arguments:
+        case {"job": Job(id=job_id)} | {"attempt": Attempt(job_id=job_id)}:
+            return job_id
+    return ""
 
 
 def streamed(context: Context, chunks: Iterator[bytes], job: Job) -> Iterator[bytes]:

@@ -179,7 +179,7 @@ async def put_file(
 
     def check_and_keep() -> tuple[str | None, int]:
         _check_writes(attempt, path, context)
-        return reach(context.settings, keep)
+        return reach(context.settings, keep, owner=attempt.job_id)
 
     version, size = await run_in_threadpool(check_and_keep)
     return RunFileKept(version=version, size=size)

@@ -412,6 +412,29 @@ def test_what_is_withdrawn_while_it_is_read_is_gone(host: Host, kept: RunDir) ->
     assert not host.files.pause_request_path.exists()
 
 
+def test_what_a_host_does_with_files_counts_as_its_job_s(
+    house: Guarded, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = []
+
+    def note(path: Path, call: Any, deadline_s: float, owner: str) -> Any:
+        owners.append(owner)
+        return call()
+
+    monkeypatch.setattr(run_storage, "in_time", note)
+    files = f"/v1/attempts/{job}-a0/files"
+    report = f"{files}/attempts/{job}-a0/result.json"
+    where = {"at": 0, "total": 2}
+    for method, path, options in (
+        ("PUT", report, {"content": b"{}", "params": where}),
+        ("GET", files, {}),
+        ("GET", f"{files}/job.json", {}),
+        ("DELETE", report, {}),
+    ):
+        house.send(method, path, "driver", **options)
+    assert owners == [job] * 4
+
+
 def test_a_code_gives_its_token_to_one_process(house: Guarded, job: str) -> None:
     record = house.backend.record(f"{job}-a0")
     assert record is not None

@@ -575,12 +575,30 @@ def test_calls_for_one_job_leave_storage_to_others() -> None:
         ]
         assert {type(each.exception()) for each in late} == {TimeoutError}
     assert storage.hanging() == {str(busy): storage.MAX_OF_ONE}
-    with pytest.raises(TimeoutError, match="job-1 has there"):
+    with pytest.raises(TimeoutError, match="job-1 wrote there"):
         in_time(busy, lambda: pytest.fail("it is not called"), owner="job-1")
     assert in_time(busy, lambda: 7, owner="job-2") == in_time(busy, lambda: 7) == 7
     release.set()
     wait_for(lambda: not storage._hanging, "the calls to return")
     assert in_time(busy, lambda: 8, owner="job-1") == 8
+
+
+def test_however_many_jobs_keep_storage_busy_half_of_it_is_left_to_what_is_for_none() -> None:
+    release, busy = threading.Event(), Path("/mnt/shared")
+    owners = [f"job-{number}" for number in range(storage.MAX_HANGING)]
+    with ThreadPoolExecutor(len(owners)) as pool:
+        late = [
+            pool.submit(in_time, busy, lambda: release.wait(scaled(60)), scaled(1.0), owner)
+            for owner in owners
+        ]
+        assert {type(each.exception()) for each in late} == {TimeoutError}
+    assert storage.hanging() == {str(busy): storage.MAX_OWNED}
+    with pytest.raises(TimeoutError, match="jobs wrote there"):
+        in_time(busy, lambda: pytest.fail("it is not called"), owner="job-other")
+    assert in_time(busy, lambda: 7) == 7
+    release.set()
+    wait_for(lambda: not storage._hanging, "the calls to return")
+    assert in_time(busy, lambda: 8, owner="job-other") == 8
 
 
 def test_a_mount_that_hangs_is_told_from_others_below_the_same_folder(

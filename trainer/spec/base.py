@@ -15,12 +15,14 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,15 @@ Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
 Label = Annotated[str, Field(pattern=LABEL_PATTERN)]
 
 
-def _writable(text: str) -> str:
+def is_stored(info: ValidationInfo) -> bool:
+    """Whether the spec was accepted once, maybe by an earlier version: it must stay readable."""
+    return bool(info.context and info.context.get("stored"))
+
+
+def _writable(text: str, info: ValidationInfo) -> str:
     """Half a surrogate pair is in no file's name, and URLs lose control characters on their way."""
-    if any(character < " " for character in text) or text != text.encode(errors="replace").decode():
+    is_printed = all(character >= " " for character in text) or is_stored(info)
+    if not is_printed or "\0" in text or text != text.encode(errors="replace").decode():
         raise problem("unwritable_path", "holds a character that no path can hold")
     return text
 
@@ -127,38 +135,47 @@ def _writable(text: str) -> str:
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds of what is submitted; what was stored before they were set stays readable."""
+
+    why: str
+    least: float | None = None
+    most: float | None = None
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        ends = {"minimum": self.least, "maximum": self.most}
+        return handler(schema) | {name: end for name, end in ends.items() if end is not None}
+
+    def _check(self, value: float, info: ValidationInfo) -> float:
+        if self.most is not None and value > self.most and not is_stored(info):
+            raise problem("bounds", f"must be at most {self.most:g}, {self.why}")
+        if self.least is not None and value < self.least and not is_stored(info):
+            raise problem("bounds", f"must be at least {self.least:g}, {self.why}")
+        return value
+
+
 # As torch, Arrow and databases keep whole numbers.
 MAX_INTEGER = 2**63 - 1
-Count = Annotated[PositiveInt, Field(le=MAX_INTEGER)]
-CountOrZero = Annotated[NonNegativeInt, Field(le=MAX_INTEGER)]
 # As many as the cost model estimates, 16 times the largest run that it is checked against
 # (docs/benchmarks.md); more would take seconds to lay out.
 MAX_WORKERS = 1 << 14
 # 30 years: timers of Python, gloo and NCCL take no more than some hundred.
 _MAX_SECONDS = 10**9
-
-
-def at_most(most: float, what: str) -> AfterValidator:
-    """An upper bound of what is submitted; what was stored before it was set stays readable."""
-
-    def check(value: float, info: ValidationInfo) -> float:
-        if value > most and not (info.context and info.context.get("stored")):
-            raise problem("bounds", f"must be at most {most:g}, {what}")
-        return value
-
-    return AfterValidator(check)
-
-
-Workers = Annotated[
-    PositiveInt,
-    at_most(MAX_WORKERS, "the most workers of a job"),
-    Field(json_schema_extra={"maximum": MAX_WORKERS}),
-]
-Seconds = Annotated[
-    PositiveFloat,
-    at_most(_MAX_SECONDS, "30 years"),
-    Field(json_schema_extra={"maximum": _MAX_SECONDS}),
-]
+FITS_64_BITS = Bounds("the largest number of 64 bits", most=MAX_INTEGER)
+Count = Annotated[PositiveInt, FITS_64_BITS]
+CountOrZero = Annotated[NonNegativeInt, FITS_64_BITS]
+_FEW_WORKERS = Bounds("the most workers of a job", most=MAX_WORKERS)
+Workers = Annotated[PositiveInt, _FEW_WORKERS]
+WorkersOrNone = Annotated[NonNegativeInt, _FEW_WORKERS]
+Seconds = Annotated[PositiveFloat, Bounds("30 years", most=_MAX_SECONDS)]
 
 
 class SpecModel(BaseModel):

@@ -32,7 +32,7 @@ class JobSpec(JobSections):
 
     def _with_parallelism(self, parallelism: ParallelismSpec) -> JobSpec:
         document = {**self.model_dump(), "parallelism": parallelism.model_dump()}
-        return JobSpec.checked(document, {"chosen": True})
+        return JobSpec.checked(document, {"stored": True, "chosen": True, "laid_out": True})
 
     @classmethod
     def checked(cls, document: Any, context: dict[str, bool] | None = None) -> JobSpec:
@@ -46,7 +46,7 @@ class JobSpec(JobSections):
     def _check_sections_together(self, info: ValidationInfo) -> Self:
         context = info.context or {}
         # A stored spec was accepted once; what newer versions refuse must not make it unreadable.
-        if not context.get("stored"):
-            for check in validation.OF_LAYOUT if context.get("chosen") else validation.ALL:
-                check(self)
+        accepted = () if context.get("stored") else validation.ALL
+        for check in validation.OF_LAYOUT if context.get("laid_out") else accepted:
+            check(self)
         return self

@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BeforeValidator,
     Field,
-    NonNegativeInt,
     PositiveFloat,
     ValidationInfo,
     model_validator,
 )
 
-from trainer.spec.base import MAX_WORKERS, Count, SpecModel, Workers, at_most, problem
+from trainer.spec.base import Count, SpecModel, Workers, WorkersOrNone, problem
 from trainer.spec.tables import ComputeKernel, LoadFactor, Precision
 
 FailureDomain = Literal["job", "replica_group"]
@@ -195,13 +194,11 @@ class ParallelismSpec(SpecModel):
         ),
     ] = 1
     spares: Annotated[
-        NonNegativeInt,
-        at_most(MAX_WORKERS, "the most workers of a job"),
+        WorkersOrNone,
         Field(
-            json_schema_extra={"maximum": MAX_WORKERS},
             description="Where groups are failure domains: so many more of them are started and "
             "wait, with their model built, to copy the state when a group is lost. They take "
-            "workers beside `workers`, on hosts of their own, where all groups have room.",
+            "workers beside `workers`, on hosts of their own, where all groups have room."
         ),
     ] = 0
     all_to_all: AllToAllSpec = AllToAllSpec()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from trainer.spec.base import Count, Identifier, SpecModel
+from trainer.spec.base import FITS_64_BITS, Bounds, Identifier, SpecModel
 
 MAX_INPUT_HASH_SIZE = 2**62
 DEFAULT_NUM_BUCKETS = 16
@@ -35,7 +35,9 @@ class DynamicSpec(SpecModel):
     """
 
     eviction: Literal["lru", "lfu", "distance_lfu"] = "lru"
-    input_hash_size: Annotated[int, Field(ge=2, le=MAX_INPUT_HASH_SIZE)] = MAX_INPUT_HASH_SIZE
+    input_hash_size: Annotated[
+        PositiveInt, Field(le=MAX_INPUT_HASH_SIZE), Bounds("one beside id 0", least=2)
+    ] = MAX_INPUT_HASH_SIZE
     eviction_interval: Annotated[PositiveInt, Field(le=100_000)] = 10
     num_buckets: Annotated[PositiveInt, Field(le=1024)] = DEFAULT_NUM_BUCKETS
 
@@ -100,8 +102,8 @@ class TableConstraints(SpecModel):
         "row_wise",
         "table_wise",
     )
-    min_partition: Annotated[Count, Field(multiple_of=4)] | None = None
-    pooling_factor: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    min_partition: Annotated[PositiveInt, Field(multiple_of=4), FITS_64_BITS] | None = None
+    pooling_factor: Annotated[PositiveFloat, Bounds("more than rows hold", most=1e6)] | None = None
     compute_kernel: ComputeKernel | None = None
     cache_load_factor: LoadFactor | None = None
 
@@ -121,7 +123,7 @@ class EmbeddingTableSpec(SpecModel):
 
     name: Identifier
     num_embeddings: Annotated[PositiveInt, Field(le=2**40)] | Literal["auto"] = "auto"
-    embedding_dim: Annotated[Count, Field(multiple_of=4)]
+    embedding_dim: Annotated[PositiveInt, Field(multiple_of=4), FITS_64_BITS]
     pooling: Literal["sum", "mean"] = "sum"
     data_type: Precision = "fp32"
     constraints: TableConstraints = TableConstraints()

@@ -10,17 +10,20 @@ from pydantic import (
     AfterValidator,
     Field,
     PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
     model_validator,
 )
 
 from trainer.spec.base import (
+    Bounds,
     Count,
     CountOrZero,
     Identifier,
     PathText,
     Seconds,
     SpecModel,
-    at_most,
+    is_stored,
     problem,
 )
 
@@ -125,7 +128,7 @@ class TraceSpec(SpecModel):
     """
 
     first_step: Count
-    num_steps: Annotated[Count, Field(le=100)] = 3
+    num_steps: Annotated[PositiveInt, Field(le=100)] = 3
     ranks: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (0,)
 
 
@@ -246,10 +249,6 @@ class RecoverySpec(SpecModel):
     min_node_speed: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
-_LEAST_CPUS = 1e-4
-_MOST_CPUS = 10_000
-
-
 class ResourcesSpec(SpecModel):
     """What each worker asks of the Ray cluster, and which cluster that is.
 
@@ -262,20 +261,17 @@ class ResourcesSpec(SpecModel):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpus_per_worker: Annotated[
-        float,
-        Field(
-            ge=_LEAST_CPUS,
-            json_schema_extra={"maximum": _MOST_CPUS},
-            description="Ray counts CPUs in ten-thousandths.",
-        ),
-        at_most(_MOST_CPUS, "more than any host has"),
+        PositiveFloat,
+        Bounds("the least that Ray counts", least=1e-4),
+        Bounds("more than any host has", most=10_000),
+        Field(description="Ray counts CPUs in ten-thousandths."),
     ] = 1.0
     threads_per_worker: Count = 1
     collective_timeout_s: Seconds = 60.0
     memory_bytes_per_worker: Count | None = None
     cluster: Literal["shared", "own"] = "shared"
     queue: Annotated[str, Field(pattern=QUEUE_PATTERN)] | None = None
-    deadline_s: Annotated[Count, Field(lt=2**31)] | None = None
+    deadline_s: Annotated[PositiveInt, Field(lt=2**31)] | None = None
 
     @model_validator(mode="after")
     def _check_cluster(self) -> Self:
@@ -286,8 +282,8 @@ class ResourcesSpec(SpecModel):
         return self
 
 
-def _absolute(path: str) -> str:
-    if PurePath(path).is_absolute():
+def _absolute(path: str, info: ValidationInfo) -> str:
+    if PurePath(path).is_absolute() or ("://" in path and is_stored(info)):
         return path
     if "://" in path:
         raise problem("no_folder", "is no folder that the driver can write to; give a path")

@@ -77,8 +77,8 @@ priority=-1 => priority -
 data.batch_sise=3 => data.batch_sise extra_forbidden
 data.batch_size=many => data.batch_size int_parsing
 data.batch_size=0 => data.batch_size greater_than
-data.batch_size=1{"0" * 400} => data.batch_size less_than_equal
-resources.cpus_per_worker=1.0e-320 => resources.cpus_per_worker greater_than_equal
+data.batch_size=1{"0" * 400} => data.batch_size bounds
+resources.cpus_per_worker=1.0e-320 => resources.cpus_per_worker bounds
 resources.cpus_per_worker=1.0e+300 => resources.cpus_per_worker bounds
 recovery.min_hang_s=1.0e+300 => recovery.min_hang_s bounds at most 1e+09
 parallelism.workers=16386 => parallelism.workers bounds at most 16384
@@ -282,11 +282,28 @@ def test_every_whole_number_of_a_spec_fits_64_bits() -> None:
 
 
 def test_what_was_stored_before_bounds_were_set_stays_readable() -> None:
-    many = ["parallelism.workers={min: 2, max: 1000000}", "recovery.min_hang_s=1e12"]
-    assert {code for code, _ in refusal(*many).values()} == {"bounds"}
-    document = apply_overrides(spec_document(), many)
-    stored = JobSpec.model_validate(document, context={"stored": True})
-    assert stored.parallelism.world_size == 1_000_000
+    bounded = [
+        "parallelism.workers={min: 4, max: 1000000}",
+        "parallelism.sync.every_steps=100000000000000000000",
+        "training.max_steps=100000000000000000000",
+        "recovery.min_hang_s=1e12",
+        "resources.cpus_per_worker=0.00001",
+        "embedding_tables[0].constraints.pooling_factor=2e6",
+    ]
+    refused = [
+        *bounded,
+        "embedding_tables[0].dynamic.input_hash_size=1",
+        "sinks.tensorboard.dir=s3://bucket/tb",
+        'data.path="/data/ml\\n"',
+    ]
+    for change in refused:
+        codes = {code for code, _ in refusal(change).values()}
+        assert codes == {"bounds"} or change not in bounded, change
+        group = "parallelism.shard_group_size=4"  # what dynamic tables need
+        document = apply_overrides(spec_document(), [change, group])
+        stored = JobSpec.model_validate(document, context={"stored": True})
+        assert JobSpec.checked(stored.with_workers(4).model_dump(), {"stored": True}), change
+    assert stored.data.path == "/data/ml\n"
 
 
 def test_tables_that_just_fit_are_accepted() -> None:

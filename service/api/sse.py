@@ -9,6 +9,7 @@ unavailable): the client should reconnect. The followers block.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import time
@@ -37,6 +38,7 @@ from service.jobs.logs import (
 from service.jobs.run_storage import run_dir_of
 from service.schemas.jobs import LogLine, ProgressOut, TimelineEventOut
 from service.settings import Settings
+from service.storage import in_time
 from trainer.protocol.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,12 @@ async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIte
         while not context.closing.is_set():
             try:
                 batch = await run_in_threadpool(poll)
+            except TimeoutError as error:
+                # Where storage is slow as many read as may: this one has its turn later.
+                logger.info("a followed stream waits: %s", error)
+                yield KEEPALIVE_COMMENT
+                await asyncio.sleep(poll_s)
+                continue
             except (ServiceError, OSError) as error:
                 logger.warning("a followed stream was cut off: %s", error)
                 return
@@ -179,6 +187,13 @@ class LogFollower:
                 [self._event(piece, is_last=piece is pieces[-1]) for piece in pieces]
             )
         return StreamBatch([], job.status if is_over else None)
+
+    def poll_in_time(self) -> StreamBatch:
+        """`poll` within the deadline of storage; one that is left behind moves nothing here."""
+        ahead = copy.copy(self)
+        batch = in_time(self.settings.runs_dir, ahead.poll, owner=self.job.id)
+        self.position, self.has_moved = ahead.position, ahead.has_moved
+        return batch
 
     def _event(self, piece: LogPiece, *, is_last: bool) -> SseEvent:
         # A cursor has an offset for each log: of thousands it would be far larger than the line.

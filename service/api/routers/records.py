@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query
@@ -25,7 +24,6 @@ from service.schemas.jobs import (
     MetricsOut,
     TimelineEventOut,
 )
-from service.storage import in_time
 from trainer.spec.base import FieldProblem
 
 router = APIRouter(prefix="/v1", tags=["records"], route_class=ThreadRoute)
@@ -102,8 +100,7 @@ def get_logs(
     elif tail is not None:
         follower.start_at_tail(tail)
     if follow or is_stream:
-        poll = partial(in_time, context.settings.runs_dir, follower.poll, owner=job.id)
-        return stream(poll, context)
+        return stream(follower.poll_in_time, context)
     pieces, sources = _read_some(follower), follower.sources()
     return LogsOut(
         attempt_id=follower.position.attempt_id,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.api import sse
 from service.api.sse import _MAX_OFFSETS, LATE_LINES_S, LogFollower, StreamBatch
 from service.domain.lifecycle import decide
 from service.domain.models import JobStatus, Observation, ObservedState
@@ -121,6 +125,24 @@ def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
     texts = [json.loads(event.data)["text"] for event in seen + rest]
     assert texts == [json.loads(event.data)["text"] for event in whole]
     assert len(whole) == (5 if level else 8)
+
+
+def test_a_stream_outlives_calls_that_storage_answers_too_late_without_a_line_lost_or_doubled(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls = itertools.count()
+
+    def late(path: Path, call: Callable[[], StreamBatch], owner: str) -> StreamBatch:
+        found = call()
+        if next(polls) % 2:
+            return found
+        raise TimeoutError(f"what {owner} wrote takes long to read")
+
+    _succeed(api, job)
+    whole = [(event.id, event.data) for event in api.follow(f"{job}/logs")]
+    monkeypatch.setattr(sse, "in_time", late)
+    assert [(event.id, event.data) for event in api.follow(f"{job}/logs")] == whole
+    assert next(polls) >= 4
 
 
 def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_next(

@@ -37,8 +37,10 @@ _LOCK = "sweeps"
 # A pass takes far less; a replica that dies in one delays the others for this long.
 _LOCK_S = 60.0
 _POLL_S = 2.0
-# Passes in a row that may fail over a sweep before it is given up.
-_MAX_FAULTS = 3
+# Passes in a row that may fail over a sweep, and for how long, before it is given up.
+_MAX_FAULTS, _PATIENCE_S = 3, 60.0
+# What is wrong with the service or its host, not with a sweep.
+_PASSING = (OSError, MemoryError, RuntimeError)
 
 
 @dataclass
@@ -56,7 +58,8 @@ class SweepRunner:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self._num_faults: dict[str, int] = {}
+        # How many there were in a row, and when the first was.
+        self._faults: dict[str, tuple[int, float]] = {}
         self._closing = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sweeps", daemon=True)
@@ -104,21 +107,28 @@ class SweepRunner:
             raise
         except ServiceError as error:
             logger.warning("sweep %s is delayed: %s", sweep.id, error)
+        except _PASSING:
+            logger.exception("sweep %s is delayed", sweep.id)
         except Exception as error:
             logger.exception("sweep %s cannot go on", sweep.id)
             self._give_up(sweep, error)
         else:
-            self._num_faults.pop(sweep.id, None)
+            self._faults.pop(sweep.id, None)
 
     def _give_up(self, sweep: Sweep, error: Exception) -> None:
         """End a sweep over which passes failed again and again; one that is cancelled goes on."""
-        self._num_faults[sweep.id] = self._num_faults.get(sweep.id, 0) + 1
-        if self._num_faults[sweep.id] >= _MAX_FAULTS:
+        now = self.clock()
+        num_before, since = self._faults.get(sweep.id, (0, now))
+        self._faults[sweep.id] = (num_before + 1, since)
+        if num_before + 1 >= _MAX_FAULTS and now - since >= _PATIENCE_S:
+            # What others raise may tell more than users should know; the log has it.
+            is_of_values = isinstance(error, ValueError | ArithmeticError)
+            cause = f"{error!r:.300}" if is_of_values else type(error).__name__
             message = (
-                f"it cannot go on ({error!r:.300}), and leaves the jobs of its trials as they are; "
+                f"it cannot go on ({cause}), and leaves the jobs of its trials as they are; "
                 "begin another with other parameters"
             )
-            self.store.end(sweep.id, SweepStatus.FAILED, message, self.clock())
+            self.store.end(sweep.id, SweepStatus.FAILED, message, now)
 
     def _advance(self, sweep: Sweep) -> None:
         trials = self.store.observe(sweep)

@@ -24,6 +24,7 @@ from service.sweeps import runner, search
 from service.sweeps.runner import SweepRunner
 from service.sweeps.search import spec_of_trial
 from tests.harness.builders import batch, metrics, spec_document, workers_started
+from tests.harness.clock import FakeClock
 from tests.harness.service import Api, end, problem_in, shardloom
 from trainer.layout.hosts import HostFacts
 from trainer.spec.base import FieldProblem, SpecError
@@ -257,13 +258,30 @@ def test_a_sweep_that_cannot_go_on_ends_and_delays_no_other(api, create):
         return search.suggest(sweep, trials)
 
     loop = runner_of(api)
+    loop.clock = clock = FakeClock(loop.clock())
     with patch.object(runner, "suggest", suggest):
-        for _ in range(3):
+        for _ in range(5):
             assert api.http.get(f"/v1/sweeps/{broken}").json()["status"] == "RUNNING"
             loop.poll()
+            clock.now += 15.0
     assert len(trials_of(api, other)) == 1
     ended = api.http.get(f"/v1/sweeps/{broken}").json()
     assert (ended["status"], "exceeds valid bounds" in ended["message"]) == ("FAILED", True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [(OSError(24, "too many"), "RUNNING"), (KeyError("inside"), "FAILED")]
+)
+def test_a_sweep_survives_what_passes_and_tells_nothing_of_the_inside(api, create, fault, status):
+    sweep_id, loop = create(num_trials=1), runner_of(api)
+    loop.clock = clock = FakeClock(loop.clock())
+    with patch.object(runner, "suggest", side_effect=fault):
+        for _ in range(5):
+            loop.poll()
+            clock.now += 30.0
+    told = api.http.get(f"/v1/sweeps/{sweep_id}").json()
+    assert (told["status"], "(KeyError)" in told["message"]) == (status, status == "FAILED")
+    assert "inside" not in told["message"]
 
 
 def test_values_that_are_not_legal_together_cost_one_trial(api, create):

@@ -117,6 +117,25 @@ def test_each_task_is_judged_whatever_the_others_report(guard: NonFiniteLossGuar
             guard.judge({**others, "train/buy/ne": ne, "train/loss": ne})
 
 
+def test_a_task_that_diverges_is_found_by_its_own_loss_however_large_that_of_others_is(
+    guard: NonFiniteLossGuard,
+) -> None:
+    with pytest.raises(NonFiniteLoss, match="train/buy/ne"):
+        for loss in (0.6, 27.0, 27.0, 27.0):
+            own = {"train/buy/ne": 1.5 * loss, "train/buy/logloss": loss}
+            guard.judge({"train/stars/rmse": 10.0, **own, "train/loss": 100 + loss})
+
+
+def test_reports_without_an_entropy_between_those_of_one_that_explodes_do_not_begin_anew(
+    guard: NonFiniteLossGuard,
+) -> None:
+    judge(guard, (0.9, 0.6), (40.0, 27.0), (40.0, 27.0))
+    for values in ({}, {"train/loss": 27.0}, {"train/loss": 27.0, "train/ne": math.nan}):
+        guard.judge(values)
+    with pytest.raises(NonFiniteLoss, match="3 reports in a row"):
+        judge(guard, (40.0, 27.0))
+
+
 def test_without_an_entropy_or_with_one_high_from_the_start_nothing_is_judged(
     guard: NonFiniteLossGuard,
 ) -> None:

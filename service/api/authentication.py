@@ -27,6 +27,7 @@ from service import errors
 from service.api.middleware import (
     READY_PATH,
     SAFE_METHODS,
+    UNTRUSTED,
     caller_key,
     is_foreign,
     is_public,
@@ -197,11 +198,17 @@ class AuthenticationMiddleware:
         return await run_in_threadpool(authenticator.principal_of, credentials)
 
     async def _known(self, connection: HTTPConnection) -> Principal | None:
-        """Who asks what is public but tells some more than others; a wrong key is no fault."""
+        """Who asks what is public but tells some more than others; a wrong key is no fault.
+
+        A job's own code is not told more, and neither is who would get nothing else here.
+        """
+        if UNTRUSTED in connection.scope["state"]:
+            return None
         is_stranger = credentials_of(connection) == Credentials()
+        principal = None
         with suppress(errors.ServiceError):
-            return await (self.principal_of if is_stranger else self._signed_in)(connection)
-        return None
+            principal = await (self.principal_of if is_stranger else self._signed_in)(connection)
+        return None if principal is None or principal.kind == "attempt" else principal
 
     async def _signed_in(self, connection: HTTPConnection) -> Principal:
         """The principal of a connection; raises `TooManyRequests`, also after many failures."""

@@ -78,6 +78,8 @@ _PROXY_HEADERS = ("x-forwarded-for", "forwarded")
 # Health probes may use any address of the service, and learn nothing.
 READY_PATH = "/readyz"
 _PROBES = frozenset({"/healthz", READY_PATH})
+# In the state of a probe that would be refused if it asked for anything else.
+UNTRUSTED = "untrusted"
 
 
 async def refuse(error: errors.ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,22 +186,24 @@ class TrustedHostMiddleware:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in _PROBES:
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        error: errors.ServiceError | None = None
-        if not self._is_trusted(host):
-            error = errors.ForeignHost(host)
-        elif self._settings.auth != "required" and any(name in headers for name in _PROXY_HEADERS):
-            error = errors.BehindProxy()
-        if error is None:
+        error = None if scope["type"] == "lifespan" else self._refusal(Headers(scope=scope))
+        is_probe = error is not None and scope["path"] in _PROBES
+        if is_probe:
+            scope.setdefault("state", {})[UNTRUSTED] = True
+        if error is None or is_probe:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await refuse(error, scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> errors.ServiceError | None:
+        """Why a request with these headers is not served, unless it is a probe."""
+        host = headers.get("host", "")
+        if not self._is_trusted(host):
+            return errors.ForeignHost(host)
+        is_proxied = any(name in headers for name in _PROXY_HEADERS)
+        return errors.BehindProxy() if is_proxied and self._settings.auth != "required" else None
 
     def _is_trusted(self, host: str) -> bool:
         """Whether a Host header names us; without a list only loopback, or any if `required`."""

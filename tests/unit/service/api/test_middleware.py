@@ -265,6 +265,8 @@ def test_readiness_tells_strangers_no_more_than_whether_it_is_so(
         assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
     assert house.send("GET", "/readyz", "viewer").json()["storage"]["runs"] == "writable"
     assert _sign_in(house).get("/readyz").json()["store"]["migration"]
+    house.keys["driver"] = house.security.master.attempt_token(f"{house.submit('submitter')}-a0")
+    assert house.send("GET", "/readyz", "driver").json() == {"status": "ready"}
 
     def away(store: JobStore) -> object:
         raise StoreUnavailable("connection to server at 10.0.0.7 failed")
@@ -273,6 +275,16 @@ def test_readiness_tells_strangers_no_more_than_whether_it_is_so(
     problem = problem_in(stranger.get("/readyz"), 503, "store_unavailable")
     assert "10.0.0.7" not in problem["detail"]
     assert "10.0.0.7" in house.send("GET", "/readyz", "viewer").json()["detail"]
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"X-Forwarded-For": "10.0.0.9"}])
+def test_without_credentials_only_who_is_served_anything_is_told_why_it_is_ready(
+    api: Api, headers: dict[str, str]
+) -> None:
+    answer = api.http.get("/readyz", headers=headers)
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
+    assert api.http.get("/readyz").json()["storage"]["runs"] == "writable"
+    assert api.http.get("/v1/whoami", headers=headers).status_code in (403, 421)
 
 
 # ---- rates

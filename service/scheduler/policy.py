@@ -216,11 +216,13 @@ def admit(
 ) -> Admission:
     """One scheduling pass over all queued and running jobs. `now` is Unix seconds.
 
-    A job that cannot be looked at, whatever is wrong with it, holds up no other.
+    A job that cannot be looked at, whatever is wrong with it, holds up no other, but for the
+    workers that it was started with.
     """
     turn = _SchedulingPass(projects, capacity, now)
     for job in running:
-        turn.guarded(turn.count_running, job)
+        if not turn.guarded(turn.count_running, job):
+            turn.guarded(turn.count_as_started, job)
     waiting = [job for job in queued if (job.retry_at or now) <= now]
     for job in _in_order(waiting, turn):
         turn.guarded(turn.consider, job)
@@ -264,21 +266,34 @@ class _SchedulingPass:
         self._blocked: Job | None = None
         self._blocked_of: dict[str, Job] = {}
         self._is_making_room = False
+        self._num_waiting = 0
         self._for_room: list[int] = []  # Places of those that wait for workers only.
         self._used = Use()
 
-    def guarded(self, act: Callable[[Job], None], job: Job) -> None:
-        """Act on a job, and note what is raised."""
+    def guarded(self, act: Callable[[Job], None], job: Job) -> bool:
+        """Act on a job, and note what is raised; whether nothing was."""
         try:
             act(job)
+            return True
         except Exception as error:
             self.result.faults[job.id] = error
             if job.status is JobStatus.QUEUED:
                 reason = f"cannot be scheduled ({error!r:.200}); cancel it, and lower its resources"
                 self.result.places.append(QueuePosition(job, None, reason))
+            return False
 
     def count_running(self, job: Job) -> None:
         self._count(Held(job, workers_held(job), most_held(job)))
+
+    def count_as_started(self, job: Job) -> None:
+        """Count a job that says nothing usable with the workers that it was started with."""
+        workers = QueueState.of(job).workers or 0
+        self._num_running[job.project] += 1
+        self.shares[job.project] += workers
+        self._claims[job.project] += workers
+        if not has_own_cluster(job):
+            cpus, gpus = self.capacity.demand_of(job)
+            self._used += Use(workers, workers * cpus, workers * gpus)
 
     def _count(self, held: Held) -> None:
         self._used += self._use_of(held)
@@ -322,7 +337,8 @@ class _SchedulingPass:
             places = self.result.places
             if not quota and job.project not in self._blocked_of and self._is_possible(job):
                 self._for_room.append(len(places))
-            places.append(QueuePosition(job, len(places) + 1, reason))
+            self._num_waiting += 1
+            places.append(QueuePosition(job, self._num_waiting, reason))
         else:
             self._start(job)
 

@@ -123,12 +123,13 @@ def test_a_start_is_expected_when_enough_running_jobs_have_ended_and_not_guessed
     assert set(expected(*held, max_running_jobs=3).values()) == {None}, "a quota holds them back"
 
 
-def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
-    def broken(made: Job, section: str, **values: Any) -> Job:
-        """A job as an earlier version may have stored it."""
-        changed = getattr(made.spec, section).model_copy(update=values)
-        return replace(made, spec=made.spec.model_copy(update={section: changed}))
+def broken(made: Job, section: str, **values: Any) -> Job:
+    """A job as an earlier version may have stored it."""
+    changed = getattr(made.spec, section).model_copy(update=values)
+    return replace(made, spec=made.spec.model_copy(update={section: changed}))
 
+
+def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
     vast = {"workers": 10**400}
     held = broken(running("held"), "parallelism", **vast)
     tiny = broken(job("tiny", priority=9), "resources", cpus_per_worker=1e-320)
@@ -138,6 +139,17 @@ def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
     assert "OverflowError" in reasons(found)["tiny"]
     assert reasons(found).keys() == {"tiny", "vast"}
     assert found.faults.keys() == {tiny.id, held.id}
+    positions = {place.job.name: place.position for place in decide(queued, [], cluster(1)).places}
+    assert positions == {"tiny": None, "vast": 1, "innocent": 2}
+
+
+def test_nothing_starts_onto_a_running_job_that_cannot_be_looked_at() -> None:
+    held = broken(running("held", 3), "parallelism", shard_group_size="no number")
+    quota = Project("default", max_workers=4)
+    for capacity, *quotas in ((cluster(4),), (Capacity(max_workers=4),), (Capacity(), quota)):
+        found = decide([job("next")], [held], capacity, *quotas)
+        assert (started(found), found.faults.keys()) == ([], {held.id})
+        assert started(decide([job("small", 1)], [held], capacity, *quotas)) == ["small"]
 
 
 # ---- gangs

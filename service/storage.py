@@ -111,14 +111,10 @@ def place_of(path: Path) -> Path:
     The kernel is asked, never the mount itself. Of what lies on the root it is the first folders.
     """
     global _mounts, _mounts_read_at
-    if (found := _mount_of(path)) is None and time.monotonic() >= _mounts_read_at + _MOUNTS_S:
+    if time.monotonic() >= _mounts_read_at + _MOUNTS_S:
         _mounts, _mounts_read_at = _read_mounts(), time.monotonic()
-        found = _mount_of(path)
+    found = next((each for each in (path, *path.parents) if str(each) in _mounts), None)
     return found or Path(*path.parts[:_PLACE_PARTS])
-
-
-def _mount_of(path: Path) -> Path | None:
-    return next((each for each in (path, *path.parents) if str(each) in _mounts), None)
 
 
 def _read_mounts() -> frozenset[str]:

@@ -617,6 +617,9 @@ def test_a_mount_that_hangs_is_told_from_others_below_the_same_folder(
         mounts.write(line("/var/lib/shardloom/my\\040data"))
     monkeypatch.setattr(storage, "_MOUNTS_S", 0.0)
     assert storage.place_of(data / "criteo") == data
+    with told.open("a") as mounts:
+        mounts.write(line("/var/lib/shardloom/runs/job-1"))
+    assert storage.place_of(runs / "job-1" / "logs") == runs / "job-1"
     monkeypatch.setattr(storage, "_MOUNTS", tmp_path / "of another system")
     assert storage.place_of(Path("/srv/a/b/c")) == Path("/srv/a")
 

@@ -40,7 +40,7 @@ REQUEST_TIMEOUT_S = 30.0
 STREAM_SILENCE_S = 60.0
 # How long one who waits goes on asking a service that is away; restarting one takes seconds.
 PATIENCE_S = 120.0
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
 _MAX_DOUBLINGS = 30
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")

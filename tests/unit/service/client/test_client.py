@@ -102,9 +102,10 @@ def sweep_body(status: SweepStatus) -> dict[str, Any]:
 
 
 def test_a_read_is_repeated_until_somebody_answers():
-    script = Script(httpx.ConnectError("refused"), httpx.Response(503), ok(job_body()))
+    refusals = [httpx.Response(status) for status in (408, 503)]
+    script = Script(httpx.ConnectError("refused"), *refusals, ok(job_body()))
     assert script.client().get_job("ratings").status is JobStatus.RUNNING
-    assert len(script.requests) == 3
+    assert len(script.requests) == 4
     assert script.clock.slept[1] > script.clock.slept[0] * 0.99
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,13 +136,14 @@ def load_state(
     buckets of dynamic ids or optimizer state.
     """
     state, moments = _named_state(model, optimizer)
+    tables = {table for sharded in model.group_plan.plan.values() for table in sharded}
     if part is not None:
-        state = {key: value for key, value in state.items() if _is_in(part, key)}
-        moments = [each for each in moments if _is_in(part, each.key)]
+        state = {key: value for key, value in state.items() if _is_in(part, key, tables)}
+        moments = [each for each in moments if _is_in(part, each.key, tables)]
     stored_sizes = _stored(folder, group)
     sizes = {key: size for key, size in stored_sizes.items() if size is not None}
     state = dict(_without_unused(state, sizes))
-    _raise_mismatch(folder, _problems(state, moments, sizes))
+    _raise_mismatch(folder, _problems(state, moments, sizes, tables))
     tensors = _MomentTensors(model.groups.device_mesh)
     sources = [(each, _read(each, sizes, tensors)) for each in moments]
     save_load.load(folder, state | tensors.by_key(), group)
@@ -288,69 +289,83 @@ def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.
 
 
 def _problems(
-    state: Mapping[str, Any], moments: Sequence[RowMoments], sizes: Mapping[str, torch.Size]
+    state: Mapping[str, Any],
+    moments: Sequence[RowMoments],
+    sizes: Mapping[str, torch.Size],
+    tables: Collection[str],
 ) -> list[str]:
     """What keeps `state` and `moments` from being loaded out of tensors of `sizes`, in words."""
-    there = {table for key in sizes if (table := table_of(key))}
-    missing = {table for key in state if (table := table_of(key))} - there
+    there = {table for key in sizes if (table := name_in_table_place(key))}
+    missing = {table for key in state if (table := table_of(key, tables))} - there
     problems = [f"it has no table {table}" for table in sorted(missing)]
     if missing:
         problems.append(f"its tables are {', '.join(sorted(there)) or 'none'}")
-    present = {key: value for key, value in state.items() if table_of(key) not in missing}
-    present_moments = [each for each in moments if table_of(each.key) not in missing]
-    return [*problems, *_misfits(present, sizes), *_moment_misfits(present_moments, sizes)]
+    present = {key: value for key, value in state.items() if table_of(key, tables) not in missing}
+    present_moments = [each for each in moments if table_of(each.key, tables) not in missing]
+    return [
+        *problems,
+        *_misfits(present, sizes, tables),
+        *_moment_misfits(present_moments, sizes, tables),
+    ]
 
 
-def _misfits(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> Iterator[str]:
+def _misfits(
+    state: Mapping[str, Any], sizes: Mapping[str, torch.Size], tables: Collection[str]
+) -> Iterator[str]:
     """What keeps `state` from being loaded out of tensors of `sizes`, in words."""
     for key, value in state.items():
         if key not in sizes:
-            yield f"it has no {_describe(key)}"
+            yield f"it has no {_describe(key, tables)}"
         elif sizes[key] != value.size():
             yield (
-                f"{_describe(key)} is {list(sizes[key])} in the checkpoint and "
+                f"{_describe(key, tables)} is {list(sizes[key])} in the checkpoint and "
                 f"{list(value.size())} in this job"
             )
 
 
 def _moment_misfits(
-    moments: Iterable[RowMoments], sizes: Mapping[str, torch.Size]
+    moments: Iterable[RowMoments], sizes: Mapping[str, torch.Size], tables: Collection[str]
 ) -> Iterator[str]:
     for each in moments:
         stored = stored_columns(each.key, each.whole, sizes)
         found = {sizes[moment_key(each.key, columns, each.whole)] for columns in stored}
         num_shared = sum(each.columns.num_shared(columns) for columns in stored)
         if not stored:
-            yield f"it has no {_describe(each.key)}"
+            yield f"it has no {_describe(each.key, tables)}"
         elif found != {torch.Size([each.num_rows])} or num_shared != each.columns.width:
             ranges = ", ".join(f"{c.start} to {c.stop - 1}" for c in stored)
             shapes = " and ".join(sorted(str(list(size)) for size in found))
             yield (
-                f"{_describe(each.key)} is {shapes} for columns {ranges} in the checkpoint; this "
-                f"job needs [{each.num_rows}] for columns {each.columns.start} to "
+                f"{_describe(each.key, tables)} is {shapes} for columns {ranges} in the "
+                f"checkpoint; this job needs [{each.num_rows}] for columns {each.columns.start} to "
                 f"{each.columns.stop - 1}"
             )
 
 
-def table_of(key: str) -> str | None:
-    """The table that the tensor `key` of a checkpoint belongs to; None for the dense part."""
+def table_of(key: str, tables: Collection[str]) -> str | None:
+    """Which of `tables` the tensor `key` of a checkpoint belongs to; None for the dense part."""
+    # Modules of a user's own may have the names of TorchRec's, and hold anything.
+    return name if (name := name_in_table_place(key)) in tables else None
+
+
+def name_in_table_place(key: str) -> str | None:
+    """The table, if it is one, that the tensor `key` belongs to, by the name of its module."""
     parts = _SUFFIX.sub("", key).split(".")
-    # Modules of a user's own may have such names, too, and hold anything.
     is_weight = not (key.startswith(_DENSE_STATE) or _TABLE_MODULES.isdisjoint(parts[-3:-2]))
     return parts[-2] if is_weight or key.startswith(_TABLE_STATE) else None
 
 
-def _is_in(part: WarmStartSpec, key: str) -> bool:
+def _is_in(part: WarmStartSpec, key: str, tables: Collection[str]) -> bool:
     """Whether a warm start takes the tensor `key` of a checkpoint."""
-    table = table_of(key)
+    table = table_of(key, tables)
     if table is None:
         return part.dense
     return part.tables is None or table in part.tables
 
 
-def _describe(key: str) -> str:
+def _describe(key: str, tables: Collection[str]) -> str:
     """The tensor `key` in words."""
-    table = table_of(key)
+    table = table_of(key, tables)
     if table is None:
         return key
     return f"optimizer state of table {table}" if key.startswith(_TABLE_STATE) else f"table {table}"

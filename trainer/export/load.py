@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trainer.checkpoint.files import Folder, checkpoints_of, folder_at, read_commit
 from trainer.checkpoint.remote_io import SafeLoadPlanner, reader_for
 from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, matches
-from trainer.checkpoint.state_dict import table_of
+from trainer.checkpoint.state_dict import name_in_table_place, table_of
 from trainer.export.artifact import NoCheckpoint, NotEnoughMemory, NotExportable
 from trainer.models.networks import build_model
 from trainer.protocol.run_dir import RunDir
@@ -115,11 +115,13 @@ def with_table_sizes(spec: JobSpec, weights: Mapping[str, Sequence[int]]) -> Job
 
     Raises `NotExportable` where a table of the spec is not in it.
     """
-    rows = {table: shape[0] for key, shape in weights.items() if (table := table_of(key))}
+    tables = {table.name for table in spec.embedding_tables}
+    rows = {name: shape[0] for key, shape in weights.items() if (name := table_of(key, tables))}
     if missing := [t.name for t in spec.embedding_tables if t.name not in rows]:
+        there = sorted({name for key in weights if (name := name_in_table_place(key))})
         raise NotExportable(
-            f"the checkpoint has no table '{missing[0]}'; it holds {', '.join(sorted(rows))}. Was "
-            "the spec changed since?"
+            f"the checkpoint has no table '{missing[0]}'; it holds {', '.join(there)}. Was the "
+            "spec changed since?"
         )
     sized = tuple(
         table.model_copy(update={"num_embeddings": rows[table.name]})

@@ -73,10 +73,13 @@ def test_moments_of_whole_rows_keep_the_plain_name() -> None:
         ),
         ("model.network.embeddings.weight", None),
         ("model.network.embeddings.tower.0.weight", None),
+        ("model.network.embeddings.0.weight", None),
+        ("model.network.embeddings.word.weight", None),
+        ("model.network.embeddings.proj.bias", None),
         ("optim.state.dense_.network.embeddings.weight.exp_avg", None),
     ],
 )
 def test_a_table_is_told_by_its_place_whatever_a_user_calls_modules(
     key: str, table: str | None
 ) -> None:
-    assert table_of(key) == table
+    assert table_of(key, {"users", "movies"}) == table

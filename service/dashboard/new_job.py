@@ -240,6 +240,9 @@ class NewJobPage:
             value = parse_document(str(raw)) if raw not in (None, "") else None
             text = spec_text.with_value(self._editor.value, path, value)
         except SpecError as error:
+            if self._pending is not None:
+                # The text that it checks has nothing of this value, so that it would find no fault.
+                self._pending.cancel(with_current_invocation=True)
             self._inputs[path].error = str(error)
             return
         self._editor.set_value(text)

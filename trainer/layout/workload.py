@@ -107,7 +107,8 @@ class GroupPlan(_Frozen):
 class TableLoad:
     """One table as a sample sees it, in bytes; `held` is what one copy of it takes.
 
-    One that `is_everywhere` has a dense gradient, which DDP averages.
+    One that `is_everywhere` has a dense gradient, which DDP averages, and `beside` of what is kept
+    to update it.
     """
 
     row_parts: int
@@ -115,6 +116,7 @@ class TableLoad:
     is_pooled: bool
     weights: int
     state: int
+    beside: int
     num_ids: float
     lookup: float
     output: int
@@ -122,7 +124,12 @@ class TableLoad:
 
     @property
     def held(self) -> int:
-        return self.weights + self.state + self.gradient
+        return self.weights + self.kept
+
+    @property
+    def kept(self) -> int:
+        """Optimizer state, and what else updates take."""
+        return self.state + (self.beside if self.is_everywhere else 0)
 
     @property
     def gradient(self) -> int:
@@ -207,9 +214,7 @@ def _of_loads(spec: JobSpec, loads: Sequence[TableLoad], size: int) -> Workload:
         batch_size=spec.data.batch_size,
         # What every rank holds whole counts L times: a rank is taken to have an L-th of the sum.
         table_bytes=sum(load.weights * (size if load.is_everywhere else 1) for load in loads),
-        optimizer_bytes=sum(
-            (load.state + load.gradient) * (size if load.is_everywhere else 1) for load in loads
-        ),
+        optimizer_bytes=sum(load.kept * (size if load.is_everywhere else 1) for load in loads),
         synced_bytes=0,
         lookup_bytes=sum(load.lookup for load in loads),
         dense_flops=network.flops,
@@ -295,11 +300,21 @@ def table_load(
         is_pooled=is_pooled,
         weights=weights,
         state=table_bytes - weights,
+        beside=bytes_beside(table),
         num_ids=num_ids,
         lookup=num_ids * _row_bytes(spec, table, dim),
         output=num_vectors * dim * _FLOAT_BYTES,
         sent=num_vectors * dim * (NUM_BYTES[precisions.forward] + NUM_BYTES[precisions.backward]),
     )
+
+
+def bytes_beside(table: EmbeddingTableSpec) -> int:
+    """What a table that is whole on every rank has beside weights and optimizer state: a gradient,
+    and of half precision a float32 copy (`DataParallelTables`)."""
+    assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
+    weight_bytes = NUM_BYTES[table.data_type]
+    copy_bytes = _FLOAT_BYTES if weight_bytes < _FLOAT_BYTES else 0
+    return table.num_embeddings * table.embedding_dim * (weight_bytes + copy_bytes)
 
 
 def _row_bytes(spec: JobSpec, table: EmbeddingTableSpec, num_columns: int) -> int:
@@ -341,7 +356,7 @@ def rank_loads(
                 (
                     weights * where.load_factor,
                     # A column shard has the state of its rows for itself.
-                    load.state * (row_share if _is_by_row(spec) else share) + load.gradient,
+                    load.kept * (row_share if _is_by_row(spec) else share),
                     sync_bytes * share,
                     weights if where.load_factor < 1 else 0.0,
                     ids * _row_bytes(spec, table, columns),

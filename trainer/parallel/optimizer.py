@@ -188,6 +188,7 @@ class DataParallelTables(KeyedOptimizer):
         self._inner.step(closure)
         for parameter, updated in copies:
             parameter.copy_(updated)
+            updated.grad = None
 
 
 def _whole_table_optimizer(

@@ -83,6 +83,7 @@ from trainer.layout.workload import (
     DATA_PARALLEL,
     GroupPlan,
     TablePlacement,
+    bytes_beside,
     rank_loads,
     rank_shares,
     table_load,
@@ -305,7 +306,7 @@ class PerfEstimator(ShardEstimator):
 
 class StorageEstimator(EmbeddingStorageEstimator):
     """TorchRec's estimate of what a shard takes, and what that leaves out: its optimizer state, its
-    share of what a sync holds of its table, and the dense gradient of a data-parallel table.
+    share of what a sync holds of its table, and a data-parallel table's dense gradient (and copy).
 
     A column shard has the state of its rows for itself. Of a cached table, whose weights are in
     host memory (twice where checkpoints are written from a copy), HBM holds the cache, what syncs
@@ -340,8 +341,8 @@ class StorageEstimator(EmbeddingStorageEstimator):
             num_copies = 2 if spec.checkpoint.asynchronous else 1
             in_hbm = sync_bytes + (state if is_by_row else 0)
             return Storage(math.ceil(taken.hbm + in_hbm), math.ceil(num_copies * in_host))
-        gradient = weights if option.sharding_type == DATA_PARALLEL else 0
-        more = math.ceil(state + sync_bytes + gradient)
+        beside = bytes_beside(table) if option.sharding_type == DATA_PARALLEL else 0
+        more = math.ceil(state + sync_bytes + beside)
         return taken + (Storage(hbm=more, ddr=0) if taken.hbm else Storage(hbm=0, ddr=more))
 
 

@@ -52,6 +52,7 @@ _MODES = ("touched_rows", "full")
 _WORTH_IT = 1.1
 _MOST_WORKERS_FACTOR = 64
 _MAX_CHANGES = 3
+_CHECKED = {"chosen": True, "stored": True}
 # Of a host whose memory is not known.
 _ENOUGH_BYTES = 1 << 60
 
@@ -319,7 +320,7 @@ def _with_layout(spec: JobSpec, choice: Choice) -> JobSpec:
     thousands of tables. Raises `ValidationError`."""
     layout = choice.layout
     resolved = spec.parallelism.resolved(layout.shard_group_size, layout.placement)
-    checked = ParallelismSpec.model_validate(resolved.model_dump(), context={"chosen": True})
+    checked = ParallelismSpec.model_validate(resolved.model_dump(), context=_CHECKED)
     return spec.model_copy(update={"parallelism": checked})
 
 

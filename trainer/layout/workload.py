@@ -310,10 +310,10 @@ def table_load(
 
 def bytes_beside(table: EmbeddingTableSpec) -> int:
     """What a table that is whole on every rank has beside weights and optimizer state: a gradient,
-    and of half precision a float32 copy (`DataParallelTables`)."""
+    and of half precision a float32 copy of both (`DataParallelTables`)."""
     assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
     weight_bytes = NUM_BYTES[table.data_type]
-    copy_bytes = _FLOAT_BYTES if weight_bytes < _FLOAT_BYTES else 0
+    copy_bytes = 2 * _FLOAT_BYTES if weight_bytes < _FLOAT_BYTES else 0
     return table.num_embeddings * table.embedding_dim * (weight_bytes + copy_bytes)
 
 

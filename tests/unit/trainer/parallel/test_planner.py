@@ -222,8 +222,8 @@ def test_tables_are_cached_where_that_is_asked_for_and_there_are_gpus() -> None:
 @pytest.mark.parametrize(
     ("sharding_type", "row_bytes"),
     [
-        # Of 16 columns of 2 bytes, with a moment of 4 a row: whole, its gradient, and in float32.
-        ("data_parallel", 2 * 32 + 64 + 4),
+        # Of 16 columns of 2 bytes, with a moment of 4 a row: whole, its gradient, both in float32.
+        ("data_parallel", 2 * (32 + 64) + 4),
         ("row_wise", (32 + 4) / 4),
         # Four columns, and the moments of all rows.
         ("column_wise", 8 + 4),

@@ -219,8 +219,14 @@ def test_text_that_postgresql_cannot_hold_stops_no_job(replicas: list[JobStore])
     store.append_events(attempt.id, batch(Note(time=NOW, message="c\x00d")), NOW)
     assert store.get_job(job.id).message == "a\ufffdb"
     assert store.list_timeline(job.id)[-1].message == "c\ufffdd"
+    # As no reader of records would let it through.
+    unwritable = metrics(1).model_copy(update={"values": {"a\x00": 1.0}})
     with pytest.raises(RecordRefused):
-        store.append_events(attempt.id, batch(metrics(1, **{"a\x00": 1.0}), first_seq=1), NOW)
+        store.append_events(
+            attempt.id,
+            batch(metrics(1), first_seq=1).model_copy(update={"events": [unwritable]}),
+            NOW,
+        )
 
 
 @pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])

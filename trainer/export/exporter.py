@@ -124,7 +124,7 @@ def readme(report: Report, example: Mapping[str, Any]) -> str:
     return f"""# {report.job}, step {report.step}
 
 Exported by Shardloom from checkpoint `{report.checkpoint}`; tables: {report.quantize}.
-`features.json` says what a row to score holds; and what its predictions are.
+`features.json` says what a row to score holds, and what its predictions are.
 
 Serve it:
 

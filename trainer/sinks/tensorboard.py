@@ -26,30 +26,26 @@ class TensorBoardSink:
         self._writer = EventFileWriter(str(self._folder))
 
     def take(self, events: Sequence[Event]) -> None:
-        if self._writer is None:
-            self.open({})
-        try:
-            self._write(events)
-        except Exception:
-            self._writer = None  # its thread is dead, and it would fail for ever
-            raise
-
-    def _write(self, events: Sequence[Event]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event as BoardEvent
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if self._writer is None:
+            self.open({})
+        # One that has failed would fail for ever, as its thread is dead.
+        writer, self._writer = self._writer, None
         for event in events:
             if isinstance(event, Metrics):
                 values = [Summary.Value(tag=tag, simple_value=v) for tag, v in event.values.items()]
                 summary = Summary(value=values)
                 record = BoardEvent(wall_time=event.time, step=event.step, summary=summary)
-                self._writer.add_event(record)
+                writer.add_event(record)
             elif isinstance(event, WorkersStarted) and event.resumed_step:
                 # It makes TensorBoard drop the steps that are trained again.
                 log, step = SessionLog(status=SessionLog.START), event.resumed_step + 1
-                self._writer.add_event(BoardEvent(wall_time=event.time, step=step, session_log=log))
-        self._writer.flush()
+                writer.add_event(BoardEvent(wall_time=event.time, step=step, session_log=log))
+        writer.flush()
+        self._writer = writer
 
     def close(self) -> None:
         if self._writer is not None:

@@ -17,7 +17,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,16 +290,13 @@ class Coordinator:
         self._writing.shutdown()
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        answer: Future[Result] = Future()
+        async def call() -> Result:
+            return function()
 
-        def call() -> None:
-            try:
-                answer.set_result(function())
-            except Exception as error:  # the caller raises it
-                answer.set_exception(error)
-
-        self._loop.call_soon_threadsafe(call)
-        return answer.result(_CALL_S)  # what is asked for as the loop ends is never called
+        if self.is_over:
+            raise RuntimeError("the coordinator has ended")
+        # What is asked for as the loop ends is never called.
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(_CALL_S)
 
     # --- on the event loop
 

@@ -119,6 +119,8 @@ logger = logging.getLogger(__name__)
 # Of decoded rows: a smaller split is kept whole; of a larger one so much is decoded ahead.
 CACHE_BYTES = 256 * 2**20
 WINDOW_ROWS = 65_536
+# So many rows of a kept split are picked at once, for several batches.
+_PICKED_ROWS = 16_384
 # Windows decoded at once, beside the one in use. A GPU can take rows faster than one core decodes.
 _NUM_DECODERS = 2
 
@@ -173,17 +175,26 @@ def order_digest(source: ParquetSource, spec: JobSpec) -> str:
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Opened:
     """A window's decoded rows: `rows` in that `order`, or as they lie where None."""
 
     rows: Rows
     order: IntArray | None = None
 
-    def read(self, piece: slice) -> Rows:
+    def __post_init__(self) -> None:
+        self._first = 0
+        self._picked = self.rows.slice(0, 0)  # in order, from the place `_first` on
+
+    def read(self, piece: slice, num_following: int) -> Rows:
+        """The rows of `piece`; as many as are expected to be read after it may be picked, too."""
         if self.order is None:
             return self.rows.slice(piece.start, piece.stop)
-        return self.rows.take(self.order[piece])
+        if piece.start < self._first or piece.stop > self._first + len(self._picked):
+            stop = min(piece.stop + num_following, piece.start + _PICKED_ROWS)
+            self._first = piece.start
+            self._picked = self.rows.take(self.order[piece.start : max(piece.stop, stop)])
+        return self._picked.slice(piece.start - self._first, piece.stop - self._first)
 
     def num_faults(self, log: FaultLog) -> QuarantinedRows:
         faults = self.rows.faults
@@ -219,6 +230,7 @@ class RowReader:
         self._place: _Place | None = None
         self._window: _Opened
         self._expected: deque[_Place] = deque()
+        self._spans: Sequence[Span] = ()  # expected last
         self._decoders = ThreadPoolExecutor(_NUM_DECODERS, "decode")
         self._decoding: dict[_Place, Future[_Opened]] = {}
         window_bytes = source.decoded_bytes * WINDOW_ROWS // source.num_rows
@@ -226,6 +238,7 @@ class RowReader:
 
     def expect(self, epoch: int, spans: Sequence[Span]) -> None:
         """Rows that will be read, perhaps, after those that were expected before."""
+        self._spans = spans
         if self._keep_all:
             return
         pieces = (piece for span in spans for piece in self._order_of(epoch).pieces(range(*span)))
@@ -237,11 +250,16 @@ class RowReader:
             self._epoch = epoch
             self._bad_rows.clear()
         parts = [
-            self._open_window(number).read(piece)
+            self._open_window(number).read(piece, self._num_following(span))
             for span in spans
             for number, piece in self._order_of(epoch).pieces(range(*span))
         ]
         return concat_rows(parts)
+
+    def _num_following(self, rows: Span) -> int:
+        """How many rows right after these are expected to be read."""
+        stops = (stop for start, stop in self._spans if start <= rows[0] < stop)
+        return next(stops, rows[1]) - rows[1]
 
     def close(self) -> None:
         """End the threads. Harmless when called again."""

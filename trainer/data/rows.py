@@ -23,7 +23,7 @@ from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 if TYPE_CHECKING:
     import torch
 
-_FEW_SHARE = 0.25  # of the rows: so few are picked one by one
+_FEW_SHARE = 0.04  # of the rows: so few are picked one by one
 FloatArray = NDArray[np.float32]
 IdMatrix = NDArray[Any]
 

@@ -62,6 +62,23 @@ def read_facts() -> tuple[HostFacts, ...]:
     )
 
 
+def free_placements_of_the_dead() -> None:
+    """Remove placement groups of this job whose maker, a controller of Ray Train, is dead.
+
+    Ray itself keeps them, and the room that they hold, until the job ends.
+    """
+    import ray
+    from ray._private.state import state
+    from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    job_id = ray.get_runtime_context().get_job_id()
+    for told in state._connect_and_get_accessor().get_placement_group_table():
+        found = PlacementGroupTableData.FromString(told)
+        if found.creator_actor_dead and found.creator_job_id.hex() == job_id:
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(found.placement_group_id)))
+
+
 def read_hosts(demand: Mapping[str, float]) -> list[Host]:
     """Live hosts by address, with room for workers of `demand` each."""
     import ray

@@ -76,10 +76,13 @@ EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 7
 EXIT_EVICTED = 143
 WARM_WORKERS_TIMEOUT_S = 10.0
 _POLL_S = 1.0
-# Ray Train, in the domain `job`: check the workers once a second.
-TRAIN_SETTINGS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1"}
-# With a TorchTrainer for each group: no optional helpers, short timeouts for hosts that are gone;
-# Ray's drain notices are handled by `GroupRunLoop`.
+# Ray Train, in the domain `job`: check the workers once a second. `JobRunner` and `GroupRunLoop`
+# read Ray's drain notices themselves.
+TRAIN_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+# With a TorchTrainer for each group: no optional helpers, short timeouts for hosts that are gone.
 GROUP_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",

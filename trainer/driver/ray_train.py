@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from trainer import failures, fault_injection
-from trainer.driver.cluster import NODE_ID_LABEL, cluster_answers
+from trainer.driver.cluster import NODE_ID_LABEL, cluster_answers, free_placements_of_the_dead
 from trainer.driver.preload import WORKER_ENVIRONMENT, import_engine
 from trainer.driver.process_log import start_log
 from trainer.failures import Failure
@@ -44,11 +44,8 @@ _EXIT = re.compile(r"Worker exit type: (?P<type>\w+) Worker exit detail: (?P<det
 
 def classify(error: Exception) -> Failure:
     """The cause behind an error that `TorchTrainer.fit` raised."""
-    from ray.train.v2.api.exceptions import ControllerError, PreemptionError
+    from ray.train.v2.api.exceptions import ControllerError
 
-    if isinstance(error, PreemptionError):
-        ranks = ", ".join(str(rank) for rank in error.preemption_info.preempted_ranks)
-        return Failure(failures.PREEMPTED, f"the host of rank {ranks} was preempted", is_death=True)
     if isinstance(error, ControllerError):
         return _classify_start(error.controller_failure)
     by_rank: Mapping[int, Exception] = getattr(error, "worker_failures", {})
@@ -262,19 +259,33 @@ def train(run: TrainRun) -> Failure | None:
         time.sleep(CLUSTER_LOSS_GRACE_S)
         if not cluster_answers():
             raise Evicted(f"the cluster is gone: {first_line(error)}") from error
+        free_placements_of_the_dead()
         return Failure(failures.WORKERS_LOST, f"Ray Train was lost: {first_line(error)}")
     return None
 
 
 def _trainer(run: TrainRun) -> Any:
     from ray.train import RunConfig
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import (
+        PlacementGroupCleanerCallback,
+    )
     from ray.train.v2.api.config import FailureConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     from trainer.driver.torch_backend import ProcessGroupConfig
 
+    class Trainer(DataParallelTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without two that keep an actor each: for Ray Data, which reads nothing here, and to
+            free placement groups, as `train` does; it asks the head about its controller once a
+            second."""
+            left_out = (DatasetsCallback, PlacementGroupCleanerCallback)
+            found = super()._create_default_callbacks()
+            return [each for each in found if not isinstance(each, left_out)]
+
     spec = run.config.spec
-    return DataParallelTrainer(
+    return Trainer(
         ray_train_loop,
         train_loop_config={"worker": run.config},
         backend_config=ProcessGroupConfig(
@@ -291,10 +302,9 @@ def _trainer(run: TrainRun) -> Any:
             name=run.name,
             storage_path=str(run.config.run_dir / "ray"),
             worker_runtime_env={} if run.use_gpu else WORKER_ENVIRONMENT,  # type: ignore[call-arg]
-            # Restarts are ours to count, preempted workers' too.
+            # Restarts are ours to count.
             failure_config=FailureConfig(
                 max_failures=0,
-                max_preemption_failures=0,
                 controller_failure_limit=-1 if run.waits_for_room else 0,
             ),
         ),

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
+from torchrec.distributed.train_pipeline import _override_input_dist_forwards
 from torchrec.distributed.types import Awaitable, ShardedModule
 
 from trainer.data.batches import Batch
@@ -57,7 +59,7 @@ def _is_same(ids: KeyedJaggedTensor, others: KeyedJaggedTensor) -> bool:
 class _Exchange:
     """Ids of one batch on their way to the ranks that hold their rows.
 
-    `arriving` gives an awaitable of the ids once the counts are there, then the ids themselves.
+    `arriving` gives the ids; before they are sent it is what TorchRec knows of their counts.
     """
 
     ids: KeyedJaggedTensor
@@ -69,13 +71,14 @@ class _PipelinedForward:
     """Stands in for `forward` of a sharded collection; takes what was exchanged before, if any."""
 
     def __init__(self, module: ShardedModule, stream: torch.cuda.Stream | None) -> None:
-        self._module = module
+        self.module = module
         self._stream = stream
         self._plain = module.forward
         self._given: list[tuple[Any, ...]] | None = None
         self._reads: Reads | None = None
         self._exchange: _Exchange | None = None
         self._then: Callable[[], None] | None = None
+        self.is_ahead = False
         module.forward = self
 
     def observe(self) -> None:
@@ -101,8 +104,8 @@ class _PipelinedForward:
         assert self._reads is not None, "`choose_reads` comes first"
         ids = self._reads(batch)
         assert ids is not None, "batches of one job have the same parts"
-        context = self._module.create_context()
-        return _Exchange(ids, context, self._module.input_dist(context, ids))
+        context = self.module.create_context()
+        return _Exchange(ids, context, self.module.input_dist(context, ids))
 
     def take(self, exchange: _Exchange, then: Callable[[], None] | None = None) -> None:
         """Use `exchange` in the next call; `then` is called once its outputs are there."""
@@ -112,13 +115,14 @@ class _PipelinedForward:
         exchange, self._exchange = self._exchange, None
         if self._given is not None:
             self._given.append((*args, *kwargs.values()))
-        if exchange is None:
+        if not self.is_ahead:
             return self._plain(*args, **kwargs)
         (ids,) = (*args, *kwargs.values())
-        if not _is_same(ids, exchange.ids):
+        if exchange is None or not _is_same(ids, exchange.ids):
             raise ValueError(
-                "a table collection was given other ids than in the first step: give each "
-                "collection batch.sparse or batch.sequences in every step, or never"
+                "a table collection was given other ids than in the first step, or called more "
+                "often: give each collection batch.sparse or batch.sequences once in every step, "
+                "or never"
             )
         with _on(self._stream):
             arrived = exchange.arriving.wait()
@@ -127,7 +131,7 @@ class _PipelinedForward:
             current.wait_stream(self._stream)
             arrived.record_stream(current)
             exchange.context.record_stream(current)
-        outputs = self._module.compute_and_output_dist(exchange.context, arrived)
+        outputs = self.module.compute_and_output_dist(exchange.context, arrived)
         if isinstance(outputs, Awaitable) and (then := self._then):
 
             def arrive(outputs: Any) -> Any:
@@ -140,11 +144,15 @@ class _PipelinedForward:
 
 @dataclass
 class _Staged(Generic[Item]):
-    """A batch on the device, what came with it, and its ids where these are on their way."""
+    """A batch on the device, what came with it, and its ids where these are on their way.
+
+    `counts` waits until each rank knows how many ids go where, then sends those of `exchanges`.
+    """
 
     batch: Batch
     item: Item
     exchanges: list[_Exchange] | None = None
+    counts: Callable[[], list[Any]] | None = None
 
 
 class StepPipeline:
@@ -163,6 +171,9 @@ class StepPipeline:
         found = _sharded_modules(model.module)
         self._forwards = [_PipelinedForward(module, self._dist_stream) for module in found]
         self.is_ahead: bool | None = None  # None until the first forward pass
+        # Counts of all tables go over it at once; one rank has none to exchange.
+        group = model.groups.sharding_group
+        self._counts_group = group if group.size() > 1 else None
         self._current: _Staged[Any] | None = None
         self._following: _Staged[Any] | None = None
 
@@ -191,6 +202,7 @@ class StepPipeline:
 
     def drop(self, staged: _Staged[Any]) -> None:
         """Forget a batch; what was sent of it is awaited. Collective where something was."""
+        self._send(staged)
         with _on(self._dist_stream):
             for exchange in staged.exchanges or []:
                 exchange.arriving.wait()
@@ -239,6 +251,10 @@ class StepPipeline:
         agreed = torch.tensor(int(all(is_able)), device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._model.groups.global_group)
         self.is_ahead = bool(agreed.item())
+        for forward in self._forwards:
+            forward.is_ahead = self.is_ahead
+        if self.is_ahead and self._counts_group:
+            _override_input_dist_forwards([forward.module for forward in self._forwards])
         if not self.is_ahead:
             logger.warning(
                 "steps are not pipelined: a table collection takes other ids than batch.sparse or "
@@ -251,13 +267,25 @@ class StepPipeline:
         with self._phases.during("input_dist"), _on(self._dist_stream):
             if self._copy_stream is not None and self._dist_stream is not None:
                 _hand_over(staged.batch, self._copy_stream, self._dist_stream)
-            staged.exchanges = [forward.start(staged.batch) for forward in self._forwards]
+            exchanges = [forward.start(staged.batch) for forward in self._forwards]
+            requests = [each.arriving for each in exchanges]
+            staged.exchanges = exchanges
+            if self._counts_group is None:
+                staged.counts = lambda: [request.wait() for request in requests]
+            else:
+                contexts = [each.context for each in exchanges]
+                staged.counts = FusedKJTListSplitsAwaitable(
+                    requests, contexts, self._counts_group
+                ).wait
 
     def _send(self, staged: _Staged[Any]) -> None:
-        """Wait for the counts and exchange the ids. Collective over the sharding group."""
+        """Wait for the counts and exchange the ids, once. Collective over the sharding group."""
+        if staged.counts is None:
+            return
         with self._phases.during("input_dist"), _on(self._dist_stream):
-            for exchange in staged.exchanges or []:
-                exchange.arriving = exchange.arriving.wait()
+            for exchange, arriving in zip(staged.exchanges or [], staged.counts(), strict=True):
+                exchange.arriving = arriving
+        staged.counts = None
 
 
 class BatchStream(Generic[Item]):

@@ -165,15 +165,16 @@ def spoiled_movielens(small_movielens: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def _idle_workers(stack: Stack) -> set[int]:
+def _processes_of_ray(stack: Stack, title: str) -> set[int]:
+    """Pids of processes below Ray whose titles begin like that."""
     ray = stack.state.ray
     assert ray is not None
-    idle = set()
+    found = set()
     for each in process_tree(ray, process_table()):
         with suppress(psutil.Error):
-            if psutil.Process(each.pid).cmdline()[:1] == ["ray::IDLE"]:
-                idle.add(each.pid)
-    return idle
+            if " ".join(psutil.Process(each.pid).cmdline()).startswith(title):
+                found.add(each.pid)
+    return found
 
 
 def check_what_was_told(stack: Stack, job: JobDetail) -> None:
@@ -212,18 +213,23 @@ def submitted(stack: Stack, data: Path, *overrides: str) -> subprocess.Popen[str
 
 @pytest.mark.scenario
 @pytest.mark.timeout(600)
-def test_one_job_outlives_worker_driver_and_service_and_the_next_finds_warm_workers(
+def test_one_job_outlives_worker_controller_driver_and_service_and_the_next_finds_warm_workers(
     stack: Stack, small_movielens: Path, spoiled_movielens: Path
 ) -> None:
-    with submitted(stack, small_movielens, *LONG, "name=outlives") as command:
+    all_room = "resources.cpus_per_worker=2"  # nothing that is dead may keep any
+    with submitted(stack, small_movielens, *LONG, "name=outlives", all_room) as command:
         job = wait_for(lambda: next(stack.client.iter_jobs(name="outlives"), None), "the job")
         before_worker = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
         os.kill(stack.pid(before_worker, "rank-3"), signal.SIGKILL)
         wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 2, "new workers", 120)
-        before_driver = stack.wait_for_step(job.id, 2 * CHECKPOINT_EVERY + 5)
+        before_controller = stack.wait_for_step(job.id, 2 * CHECKPOINT_EVERY + 5)
+        (controller,) = _processes_of_ray(stack, "ray::TrainController")
+        os.kill(controller, signal.SIGKILL)
+        wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 3, "its workers", 120)
+        before_driver = stack.wait_for_step(job.id, 3 * CHECKPOINT_EVERY + 5)
         os.kill(stack.pid(before_driver, "driver"), signal.SIGKILL)
-        wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 3, "a new driver", 120)
-        before_service = stack.wait_for_step(job.id, 3 * CHECKPOINT_EVERY + 5)
+        wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 4, "a new driver", 120)
+        before_service = stack.wait_for_step(job.id, 4 * CHECKPOINT_EVERY + 5)
         before = stack.state
         stack.kill_service()
         log = stack.files(before_service, 1).log_path("rank-0")
@@ -238,16 +244,20 @@ def test_one_job_outlives_worker_driver_and_service_and_the_next_finds_warm_work
     assert (command.returncode, output.strip()) == (0, job.id), messages
     assert "training completed" in messages
     check_what_was_told(stack, ended)
-    assert ended.num_failures == 2
-    first, second, third = stack.timeline(job.id, "workers_started")
-    assert [run["run_index"] for run in (first, second, third)] == [0, 1, 0]
-    assert second["resumed_step"] >= before_worker.progress.step - CHECKPOINT_EVERY
-    assert third["resumed_step"] >= before_driver.progress.step - CHECKPOINT_EVERY
+    assert ended.num_failures == 3
+    runs = stack.timeline(job.id, "workers_started")
+    assert [run["run_index"] for run in runs] == [0, 1, 2, 0]
+    for run, before_kill in zip(
+        runs[1:], (before_worker, before_controller, before_driver), strict=True
+    ):
+        assert run["resumed_step"] >= before_kill.progress.step - CHECKPOINT_EVERY
     reasons = [attempt.end_reason for attempt in stack.client.attempts(job.id)]
     assert reasons == [EndReason.DRIVER_LOST, EndReason.COMPLETED]
 
-    wait_for(lambda: len(_idle_workers(stack)) >= 4, "workers for the next job", 60)
-    warm = _idle_workers(stack)
+    def idle() -> set[int]:
+        return _processes_of_ray(stack, "ray::IDLE")
+
+    warm = wait_for(lambda: idle() if len(idle()) >= 4 else None, "workers for the next job", 60)
     with submitted(stack, spoiled_movielens, *SMALL) as command:
         _, messages = command.communicate(timeout=scaled(180))
     assert command.returncode == 1

@@ -125,10 +125,12 @@ def test_epochs_differ_and_a_seed_repeats(make_spec, train):
 
 def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, train, monkeypatch):
     monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
+    monkeypatch.setattr(reader, "_PICKED_ROWS", 200)
 
     def rows(cache_bytes):
         monkeypatch.setattr(reader, "CACHE_BYTES", cache_bytes)
         found = RowReader(train, make_spec())
+        found.expect(1, [(0, 170), (170, 1500)])
         return [found.read(1, [(start, start + 170)]) for start in range(0, 1700, 170)]
 
     for cached, streamed in zip(rows(2**30), rows(0), strict=True):

@@ -18,8 +18,7 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
 )
-from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
-from ray.train.v2.api.preemption import PreemptionInfo
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from trainer.driver import ray_train
 from trainer.driver.ray_train import check_machine, classify
@@ -104,8 +103,6 @@ def test_the_memory_monitors_victim_ran_out_of_memory() -> None:
 def test_a_preempted_node_is_told_from_a_lost_one() -> None:
     failure = died("The actor died because its node has died.", preempted=True)
     assert failure.reason == failures.PREEMPTED
-    info = PreemptionInfo(preempted_node_to_ranks={"1968": [2, 3]}, deadline_ms=None)
-    assert classify(PreemptionError(info)).reason == failures.PREEMPTED
 
 
 def test_an_error_in_training_code_is_told_with_its_type() -> None:

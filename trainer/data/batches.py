@@ -210,7 +210,7 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
         if not self._ahead:
             raise StopIteration
         step, made = self._ahead.popleft()
-        if wait([made], timeout=_SLOW_READ_S).not_done:
+        if not made.done() and wait([made], timeout=_SLOW_READ_S).not_done:
             self._on_slow_read()
         batch = made.result()
         self._read_ahead()

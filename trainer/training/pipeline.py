@@ -171,9 +171,10 @@ class StepPipeline:
         found = _sharded_modules(model.module)
         self._forwards = [_PipelinedForward(module, self._dist_stream) for module in found]
         self.is_ahead: bool | None = None  # None until the first forward pass
-        # Counts of all tables go over it at once; one rank has none to exchange.
+        # Counts of all tables go over it at once; one rank has none to exchange. On GPUs each kind
+        # of sharding sends its own, as TorchRec reads those to be fused back from the device.
         group = model.groups.sharding_group
-        self._counts_group = group if group.size() > 1 else None
+        self._counts_group = group if group.size() > 1 and not is_cuda else None
         self._current: _Staged[Any] | None = None
         self._following: _Staged[Any] | None = None
 

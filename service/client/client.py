@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
-from urllib.parse import quote
 
 import httpx
 
@@ -335,7 +334,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         Raises `NotFound` if it is gone, and OSError if it cannot be written.
         """
         params = {"attempt": trace.attempt_id}
-        path = job_path(job, f"traces/{quote(trace.name, safe='')}")
+        path = job_path(job, "traces", trace.name)
         response = self._send("GET", path, repeatable=True, params=params)
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / Path(trace.name).name

@@ -102,13 +102,13 @@ class ExportCalls(Connection):
 
     def export(self, job: str, export_id: str) -> ExportOut:
         """One export; raises `NotFound`."""
-        return self._get(job_path(job, f"exports/{export_id}"), ExportOut)
+        return self._get(job_path(job, "exports", export_id), ExportOut)
 
     def wait_for_export(
         self, job: str, export_id: str, *, timeout_s: float = EXPORT_TIMEOUT_S, poll_s: float = 0.5
     ) -> ExportOut:
         """Block until an export is done; raises `ExportFailed`."""
-        path = job_path(job, f"exports/{export_id}")
+        path = job_path(job, "exports", export_id)
         for found in self._polled(path, ExportOut, timeout_s, poll_s):
             if found.status == "succeeded":
                 return found
@@ -129,7 +129,7 @@ class ExportCalls(Connection):
         staging.mkdir()
         tar = staging.with_suffix(".tar")
         try:
-            self._download(job_path(job, f"exports/{export_id}/archive"), {}, tar)
+            self._download(job_path(job, "exports", export_id, "archive"), {}, tar)
             with tarfile.open(tar) as archive:
                 _unpack(archive, staging)
             check_files(staging, read_manifest(staging))
@@ -142,7 +142,7 @@ class ExportCalls(Connection):
 
     def delete_export(self, job: str, export_id: str) -> None:
         """Delete an export, done or not; one that is being made is given up. Raises `NotFound`."""
-        self._send("DELETE", job_path(job, f"exports/{export_id}"))
+        self._send("DELETE", job_path(job, "exports", export_id))
 
 
 def _unpack(archive: tarfile.TarFile, to: Path) -> None:
@@ -321,5 +321,5 @@ class WebhookCalls(Connection):
 
     def redeliver(self, webhook: str, delivery: int) -> DeliveryOut:
         """Send a message again, with the same id; raises `NotFound`."""
-        path = path_of("webhooks", webhook, f"deliveries/{delivery}:redeliver")
-        return self._request("POST", path, DeliveryOut)
+        path = path_of("webhooks", webhook, "deliveries", str(delivery))
+        return self._request("POST", f"{path}:redeliver", DeliveryOut)

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from service.client.credentials import find_key, local_token, tls_context
 from service.client.errors import (
+    InvalidRequest,
     ProblemError,
     ServiceUnreachable,
     ShardloomError,
@@ -32,7 +33,7 @@ from service.client.errors import (
     error_of_response,
 )
 from service.network import is_loopback
-from service.schemas.common import Page
+from service.schemas.common import Page, Problem
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 REQUEST_TIMEOUT_S = 30.0
@@ -100,10 +101,14 @@ def is_transient(error: ShardloomError) -> bool:
 # ---- the connection
 
 
-def path_of(kind: str, name: str, part: str = "") -> str:
-    """Path of something by its id or name, or of what is below it."""
-    path = f"/v1/{kind}/{quote(name, safe='')}"
-    return f"{path}/{part}" if part else path
+def path_of(kind: str, name: str, *parts: str) -> str:
+    """Path of something by its id or name, or of what is below it; raises `InvalidRequest`."""
+    names = (name, *parts)
+    if not {"", ".", ".."}.isdisjoint(names):
+        # A URL has no such names: the request would be about what is above.
+        detail = f"{'/'.join(names)!r} names nothing in {kind}: an id or a name is not '', . or .."
+        raise InvalidRequest(Problem(title="No name", status=422, detail=detail, code="no_name"))
+    return f"/v1/{kind}/{'/'.join(quote(each, safe='', errors='replace') for each in names)}"
 
 
 job_path = partial(path_of, "jobs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,22 @@ def test_a_job_name_is_quoted_in_the_path():
     script = Script(ok(job_body()))
     script.client().get_job("a/b?c")
     assert script.requests[0].url.raw_path == b"/v1/jobs/a%2Fb%3Fc"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../../ratings", "\udc80"])
+def test_nothing_above_what_is_named_is_asked_for_or_deleted(name: str) -> None:
+    script = Script(*[httpx.Response(204)] * 3)
+    client = script.client()
+    for call in (
+        lambda: client.delete_export("ratings", name),
+        lambda: client.delete_sweep(name),
+        lambda: client.remove_quotas(name),
+    ):
+        with suppress(InvalidRequest):
+            call()
+    paths = [request.url.raw_path for request in script.requests]
+    assert all(path.count(b"/") == number for path, number in zip(paths, (5, 3, 3), strict=False))
+    assert len(paths) == (0 if name in ("", ".", "..") else 3)
 
 
 def test_waiting_outlasts_a_restart_of_the_service_until_its_patience_ends():

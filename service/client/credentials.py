@@ -65,8 +65,13 @@ def credentials_path() -> Path:
 
 
 def origin_of(url: str) -> str:
-    """Scheme, host and port of a URL, by which its key is found."""
-    parts = httpx.URL(url)
+    """Scheme, host and port of a URL, by which its key is found; raises `CredentialsUnusable`."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise CredentialsUnusable(
+            f"{url} is no URL ({error}); one reads http://HOST:PORT"
+        ) from None
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return f"{parts.scheme}://{parts.host}:{port}"
 

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from service.client.credentials import find_key, local_token, tls_context
 from service.client.errors import (
+    CredentialsUnusable,
     InvalidRequest,
     ProblemError,
     ServiceUnreachable,
@@ -41,6 +42,8 @@ REQUEST_TIMEOUT_S = 30.0
 STREAM_SILENCE_S = 60.0
 # How long one who waits goes on asking a service that is away; restarting one takes seconds.
 PATIENCE_S = 120.0
+# How long an answer may take that is asked for when the time is as good as over.
+_LAST_LOOK_S = 1.0
 RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
 _MAX_DOUBLINGS = 30
 Answer = TypeVar("Answer")
@@ -134,6 +137,12 @@ class _KeyAuth(httpx.Auth):
         self._url = url
         self._may_change = given is None
         self._key = given or find_key(url)
+        if self._key and not (self._key.isascii() and self._key.isprintable()):
+            # Said here, as the error of the request would tell the key.
+            raise CredentialsUnusable(
+                f"the API key for {url} holds a line end or another character that no key has; "
+                "check SHARDLOOM_API_KEY, or keep it anew with `shardloom login`"
+            )
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         response = yield self._with_key(request)
@@ -170,21 +179,28 @@ class Connection:
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
         self._clock = clock
+        self._timeout_s = timeout_s
         try:
             url = httpx.URL(self.base_url)
         except httpx.InvalidURL as error:
             raise ServiceUnreachable(base_url, f"not a valid URL: {error}") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ServiceUnreachable(base_url, "a URL reads http://HOST:PORT")
-        self._http = httpx.Client(
-            base_url=url,
-            auth=_KeyAuth(self.base_url, api_key),
-            timeout=timeout_s,
-            transport=transport,
-            # A proxy from the environment has no business between us and our own machine.
-            trust_env=not is_loopback(url.host),
-            verify=tls_context() if url.scheme == "https" else True,
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=url,
+                auth=_KeyAuth(self.base_url, api_key),
+                timeout=timeout_s,
+                transport=transport,
+                # A proxy from the environment has no business between us and our own machine.
+                trust_env=not is_loopback(url.host),
+                verify=tls_context() if url.scheme == "https" else True,
+            )
+        except (ImportError, ValueError, httpx.InvalidURL) as error:
+            cause = (
+                f"the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names is not usable: {error}"
+            )
+            raise ServiceUnreachable(base_url, cause) from None
 
     def __enter__(self) -> Self:
         return self
@@ -214,9 +230,16 @@ class Connection:
         A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
         """
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
+        is_answered = False
         while True:
-            left_s = max(0.0, deadline - self._clock())
-            yield self._get(path, answer, patience_s=min(patience_s, left_s))
+            try:
+                found = self._get(path, answer, patience_s=patience_s, deadline=deadline)
+            except ServiceUnreachable:
+                if is_answered and self._clock() >= deadline:
+                    return
+                raise
+            is_answered = True
+            yield found
             if self._clock() >= deadline:
                 return
             self._sleep(poll_s)
@@ -247,21 +270,26 @@ class Connection:
         *,
         repeatable: bool = False,
         patience_s: float = 0.0,
+        deadline: float = math.inf,
         params: Params | None = None,
         **content: Any,
     ) -> httpx.Response:
         """Send a request, again while its failures are transient if it is `repeatable`.
 
-        `content` is as in `httpx.Client.request`.
+        After `deadline` (of the clock) it is not sent again, nor waited for longer than
+        `_LAST_LOOK_S`. `content` is as in `httpx.Client.request`.
         """
         budget = self._budget(patience_s)
         while True:
+            if deadline < math.inf:
+                left_s = max(deadline - self._clock(), _LAST_LOOK_S)
+                content["timeout"] = min(left_s, self._timeout_s)
             try:
                 with self._reaching():
                     response = self._http.request(method, path, params=_given(params), **content)
                     return self._checked(response)
             except ShardloomError as error:
-                if not repeatable or not is_transient(error):
+                if not repeatable or not is_transient(error) or self._clock() >= deadline:
                     raise
                 failure = error
             budget.wait(failure)

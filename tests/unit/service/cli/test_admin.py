@@ -69,6 +69,12 @@ def test_the_environment_and_an_argument_come_first(monkeypatch: pytest.MonkeyPa
     assert wire.heard == ["Bearer shl_environment", "Bearer shl_argument"]
 
 
+def test_a_key_that_no_header_can_hold_is_refused_without_being_told() -> None:
+    with pytest.raises(CredentialsUnusable, match="SHARDLOOM_API_KEY") as told:
+        Wire().client(api_key="shl_one\nshl_two")
+    assert "shl_" not in str(told.value)
+
+
 def test_a_file_of_keys_that_others_can_read_is_not_used(home: Path) -> None:
     credentials.keep_key(URL, "shl_one").chmod(0o644)
     with pytest.raises(CredentialsUnusable, match="chmod 600"):
@@ -108,6 +114,8 @@ def test_signing_in_and_out(house: Guarded, home: Path) -> None:
     assert "viewer in default" in shardloom("whoami").output
     assert shardloom("logout").exit_code == 0
     assert shardloom("whoami").exit_code == 2
+    mistyped = shardloom("logout", "--url", "http://shardloom.example:port")
+    assert (mistyped.exit_code, "is no URL" in mistyped.output) == (2, True)
 
 
 def test_keys_are_made_listed_and_revoked(house: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,15 @@ def test_a_malformed_url_is_refused_at_once():
             ShardloomClient(url)
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "localhost:x", "foo://bar"])
+def test_a_proxy_that_cannot_be_used_is_told_of(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(ServiceUnreachable, match="ALL_PROXY"):
+        ShardloomClient("http://service.example")
+
+
 def test_jobs_are_fetched_page_by_page():
     pages = [{"items": [job_body(id="b")], "next": "b"}, {"items": [job_body(id="a")]}]
     script = Script(*map(ok, pages))
@@ -277,6 +286,31 @@ def test_waiting_keeps_to_its_time_limit():
     with pytest.raises(ServiceUnreachable):
         away.client(num_retries=0).wait("ratings", timeout_s=10.0)
     assert away.clock.now < 16.0
+    away = Script(*[httpx.ConnectError("gone")] * 100)
+    with pytest.raises(ServiceUnreachable):
+        away.client(num_retries=50).wait("ratings", timeout_s=10.0)
+    assert away.clock.now < 16.0
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"), [([], ServiceUnreachable), ([ok(job_body())], TimeoutError)]
+)
+def test_a_service_that_hangs_is_waited_for_no_longer_than_asked(
+    answers: list[httpx.Response], error: type[Exception]
+) -> None:
+    clock, left = FakeClock(), [*answers]
+
+    def answer_or_hang(request: httpx.Request) -> httpx.Response:
+        if left:
+            return left.pop()
+        clock.now += request.extensions["timeout"]["read"]
+        raise httpx.ReadTimeout("no answer", request=request)
+
+    transport = httpx.MockTransport(answer_or_hang)
+    client = ShardloomClient(transport=transport, sleep=clock.sleep, clock=clock)
+    with pytest.raises(error):
+        client.wait("ratings", timeout_s=10.0)
+    assert clock.now <= 11.0
 
 
 def test_a_long_log_is_read_piece_by_piece():

@@ -31,6 +31,7 @@ from service.client.errors import (
     ShardloomError,
 )
 from service.client.transport import DEFAULT_URL, RetryPolicy
+from service.local.state import StackHome
 from service.schemas.jobs import JobDetail, JobPlan, JobSummary
 from trainer.spec import load_spec
 from trainer.spec.base import SpecError
@@ -77,6 +78,12 @@ def submit(
     """
     if isinstance(spec, os.PathLike):
         spec = load_spec(Path(spec).read_text())
-    address = url or os.environ.get("SHARDLOOM_URL") or DEFAULT_URL
-    with Client(address, api_key=api_key) as client:
+    with Client(url or _usual_url(), api_key=api_key) as client:
         return client.submit(spec, secrets=secrets, idempotency_key=idempotency_key)
+
+
+def _usual_url() -> str:
+    if url := os.environ.get("SHARDLOOM_URL"):
+        return url
+    stack = StackHome.from_environment().read_state()
+    return DEFAULT_URL if stack is None else stack.url

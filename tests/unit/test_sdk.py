@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import shardloom
+from service.local.state import StackHome, StackState
 from tests.conftest import EXAMPLE_SPEC, REPO
 from tests.harness.http_stub import HttpStub, http_stub
 from tests.harness.service import job_body
@@ -33,6 +34,15 @@ def test_mapping_typed_spec_and_file_submit_the_same_job(service: HttpStub) -> N
     bodies = [json.loads(request.body) for request in service.received]
     sent = [shardloom.JobSpec.model_validate(body["spec"]) for body in bodies]
     assert sent == [typed, typed, typed]
+
+
+def test_a_submission_without_a_url_goes_to_the_local_stack(
+    service: HttpStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHARDLOOM_URL")
+    stack = StackState(url=service.url, boot_id="this", started_at=0.0)
+    StackHome.from_environment().write(stack)
+    assert shardloom.submit(EXAMPLE_SPEC).id == job_body()["id"]
 
 
 def test_a_file_with_a_faulty_spec_is_refused_before_anything_is_sent(

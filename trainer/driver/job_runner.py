@@ -150,13 +150,13 @@ class HangMonitor:
 
     def check(self, run_index: int) -> Failure | None:
         """Why run `run_index` is lost although its processes may still be there, if it is."""
+        if run_index != self._run_index:
+            self._run_index, self.processes = run_index, {}
         try:
             status = self._status()
         except (RuntimeError, OSError) as error:  # a job needs no watch to go on
             logger.warning("nobody watches for hangs until the next try: %s", error)
             return None
-        if run_index != self._run_index:
-            self._run_index, self.processes = run_index, {}
         for group in status.groups:
             if group.incarnation == run_index:
                 for host, pid in group.processes:
@@ -415,6 +415,7 @@ class JobRunner:
             if is_pausing:
                 is_asked = self._stop(run_index, failures.PAUSED)
                 continue
+            current = self._placed(current)
             self._seek_capacity(current, is_new=self.clock() - began < _MIN_RUN_S)
             request, hosts = self._requests.poll(), self._hosts_but_excluded(current)
             leaves_straggler |= self._leaves_straggler(current, request, hosts)
@@ -431,6 +432,17 @@ class JobRunner:
             if cause != "room" or is_worth_it:
                 is_asked = self._stop(run_index, cause)
         return given_up
+
+    def _placed(self, current: Plan) -> Plan:
+        """With the host of each worker where Ray chose it, once all have connected from theirs."""
+        processes = self.hang_monitor.processes
+        if current.hosts or sum(map(len, processes.values())) != current.num_workers:
+            return current
+        hosts = {host.address: host for host in self.read_hosts()}
+        if not hosts.keys() >= processes.keys():
+            return current
+        places = tuple(hosts[address] for address, pids in processes.items() for _ in pids)
+        return replace(current, hosts=places)
 
     def _hosts_but_excluded(self, current: Plan) -> list[Host]:
         """The hosts that a restart might use; excluded ones in use were taken as others lacked."""

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -151,7 +150,7 @@ class World:
     killed: list[tuple[str, Collection[int]]] = field(default_factory=list)
     # As a `HangMonitor`, which hears of a hang at a time.
     address: str = "127.0.0.1:1"
-    processes: ClassVar = {"a": {11, 12}, "gone": {13}}
+    processes: dict[str, set[int]] = field(default_factory=lambda: {"a": {11, 12}, "gone": {13}})
     stragglers: tuple[events.StragglerFound, ...] = ()
 
     def __post_init__(self) -> None:
@@ -272,6 +271,24 @@ def test_a_wish_is_followed_at_once(world: World) -> None:
     assert world.runner.run_once(1) is None
     assert world.launched[1].num_workers == 2
     assert world.told(events.Resized)[0].cause == "request"
+
+
+@pytest.mark.parametrize("is_of_ray", [False, True])
+def test_workers_of_a_fixed_size_leave_the_drained_host_that_ray_chose(
+    tmp_path: Path, is_of_ray: bool
+) -> None:
+    sizes = {"workers": 4, "shard_group_size": 2, "placement": "intra_host"}
+    world = World(attempt_in(tmp_path, spec(parallelism=sizes)), [host("a", 4), host("b", 4)])
+    drained = world.change(host("a", 0, is_draining=is_of_ray), host("b", 4))
+    world.plot = [(2, world.change(host("a", 0), host("b", 4))), (5, drained), (9, world.stop)]
+    world.plot += [(5, partial(setattr, world, "processes", {"a": {11, 12, 13, 14}}))]
+    if not is_of_ray:
+        world.plot += [(3, partial(world.wish, '{"drain_hosts": ["a"]}'))]
+    assert world.runner.run_once(0) == Restart()
+    assert world.launched[0].node_ids == (), "Ray places what nothing constrains"
+    world.plot = [(50, world.end())]
+    assert world.runner.run_once(1) is None
+    assert world.launched[1].node_ids == ("node-b",) * 4
 
 
 def test_after_a_loss_the_job_goes_on_with_what_is_left(world: World) -> None:

@@ -425,6 +425,10 @@ def obstacle(
     parts = spec.parallelism.shard_group_size
     rows = table.num_embeddings
     assert isinstance(parts, int) and isinstance(rows, int), "sizes must be resolved first"
+    if table.dynamic is not None and sharding_type != "row_wise":
+        return "is not how TorchRec shards dynamic tables"
+    if sharding_type == DATA_PARALLEL and spec.kernel_of(table) == _CACHING:
+        return f"has no cache (compute_kernel {_CACHING})"
     if sharding_type in _NODE_SHARDING_TYPES:
         if ranks_per_host is None:
             return "needs equally many ranks of a sharding group on each host"

@@ -333,3 +333,37 @@ def test_many_tables_are_planned_by_their_one_way() -> None:
         assert types == {"small": "table_wise", "large": "table_wise", "huge": "row_wise"}
         with pytest.raises(PlanError, match="no sharding plan fits"):
             _plan_on("cuda", _gpu_spec(), GB)
+
+
+def test_of_many_tables_a_small_one_is_planned_as_it_can_be() -> None:
+    everywhere = {"constraints": {"sharding_types": ["data_parallel", "row_wise"]}}
+    cached = {"planner": {"compute_kernel": "fused_uvm_caching"}}
+    for device, small, parallelism in (
+        ("cpu", {"dynamic": {"num_buckets": 4}}, {}),
+        ("cuda", everywhere, cached),
+    ):
+        sizes = {"small": small | {"num_embeddings": 100}, "large": {"num_embeddings": 10_000}}
+        document = spec_document() | {
+            "features": [
+                {"name": "age", "type": "dense"},
+                *({"name": f"seen_{name}", "type": "id_list", "table": name} for name in sizes),
+            ],
+            "embedding_tables": [
+                {"name": name, "embedding_dim": 8} | size for name, size in sizes.items()
+            ],
+            "parallelism": {"workers": 4, "shard_group_size": 4} | parallelism,
+        }
+        topology = GroupTopology(
+            shard_group_size=4,
+            ranks_per_host=4,
+            device=device,
+            memory_bytes=64 * GB,
+            host_memory_bytes=64 * GB,
+            memory_bytes_per_s=8e9,
+            intra_host_bytes_per_s=1e9,
+            inter_host_bytes_per_s=1e9,
+        )
+        with patch.object(planner, "_MAX_SEARCH", 0):
+            found = group_plan(validate_spec(document), topology)
+        assert not found.obstacle
+        assert {each.name: each.sharding_type for each in found.tables}["small"] == "row_wise"

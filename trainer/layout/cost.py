@@ -85,19 +85,13 @@ class Cluster:
     num_hosts: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_QUANTITIES, *_BUILDINGS):
+        for name in (*_QUANTITIES, *_BUILDINGS, *_EXTRAS):
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            least, kind = (0, "not below 0") if name in _EXTRAS else (1, "above 0")
+            if value is not None and not least <= value <= _MOST:
                 raise ClusterError(
-                    f"cluster {self.name}: {name} is {value:g}, but must be a finite number above "
-                    "0; correct it, or leave it to the profile"
-                )
-        for name in _EXTRAS:
-            value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)):
-                raise ClusterError(
-                    f"cluster {self.name}: {name} is {value:g}, but must be a finite number, 0 or "
-                    "more"
+                    f"cluster {self.name}: {name} is {value:g}, but must be a finite number {kind} "
+                    f"({least} to {_MOST:g}); correct it, or leave it to the profile"
                 )
         if (self.hosts_per_building is None) != (self.inter_building_bytes_per_s is None):
             raise ClusterError(
@@ -163,6 +157,8 @@ DELAYS = ("step_overhead_s", "collective_latency_s")
 _QUANTITIES = (*_COUNTS, *RATES)
 _EXTRAS = ("process_bytes", *DELAYS)
 _BUILDINGS = ("hosts_per_building", "inter_building_bytes_per_s")
+# What is computed from quantities up to here is finite.
+_MOST = 1e18
 CLUSTER_QUANTITIES = (*_QUANTITIES, *_EXTRAS, *_BUILDINGS)
 _WHOLE = (*_COUNTS, "hosts_per_building")
 _GIB = 2**30

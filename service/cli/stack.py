@@ -31,7 +31,7 @@ from service.client.errors import ShardloomError
 from service.domain.auth import login_code
 from service.local.ray_node import NODE_IP
 from service.local.stack import CPUS_PER_HOST, LocalStack
-from service.local.state import StackHome, StackState
+from service.local.state import StackError, StackHome, StackState
 from service.schemas.admin import ClusterOut
 from service.schemas.wording import age, size
 
@@ -133,9 +133,17 @@ def up(
         console().print("Shardloom is already up")
         _print_addresses(home, state)
         return
+    # A supervisor's SIGTERM and a closed terminal end the command as Ctrl-C does; not under nohup.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     state = _start(stack, port, console())
-    for _ in range(hosts - 1):
-        console().print(Text(f"host {stack.add_host()} joined", style="dim"))
+    try:
+        for _ in range(hosts - 1):
+            console().print(Text(f"host {stack.add_host()} joined", style="dim"))
+    except (KeyboardInterrupt, StackError):
+        stack.down(_print_dim, only=state)
+        raise
     _print_addresses(home, state)
     _stay(stack, state, detach=detach)
 
@@ -192,9 +200,6 @@ def _stay(stack: LocalStack, state: StackState, *, detach: bool = False) -> None
     if detach:
         console().print(Text("`shardloom down` stops it", style="dim"))
         return
-    # A supervisor's SIGTERM and a closed terminal end the command as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
     try:
         console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import stat
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from service.local.stack import Component, LocalStack, check_port_free, wait_unt
 from service.local.state import StackError, StackHome
 from tests.conftest import REPO
 from tests.harness.machines import keep_stack
+from tests.harness.service import shardloom
 
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
@@ -219,6 +221,32 @@ def test_the_own_stack_is_ended_and_one_that_others_started_since_left_alone(hom
     assert LocalStack(home, environment={}).down(pytest.fail, only=mine) is False
     assert home.read_state() == theirs
     LocalStack(home, environment={}).down(pytest.fail, only=theirs)
+    assert home.read_state() is None
+
+
+@pytest.mark.parametrize("ending", [StackError("127.0.0.3 did not join"), signal.SIGTERM])
+@pytest.mark.parametrize("options", [[], ["--detach"]], ids=["foreground", "detached"])
+def test_a_stack_whose_hosts_do_not_all_start_is_ended(monkeypatch, home, ending, options):
+    """Be it that one cannot join, or that somebody ends the command meanwhile."""
+
+    def add_host(stack: LocalStack) -> str:
+        if isinstance(ending, StackError):
+            raise ending
+        signal.raise_signal(ending)
+        return "127.0.0.3"
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    monkeypatch.setattr(LocalStack, "up", lambda *_, **__: keep_stack(home, service=DEAD_PROCESS))
+    monkeypatch.setattr(LocalStack, "add_host", add_host)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        result = shardloom("up", "--hosts", "2", *options)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "as under nohup"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert result.exit_code != 0
     assert home.read_state() is None
 
 

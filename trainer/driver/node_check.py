@@ -76,7 +76,7 @@ class NodeChecker:
     write: Callable[[HostExcluded], None]
     clock: Callable[[], float] = time.time
     _checks: dict[str, Check] = field(default_factory=dict)
-    _checked: set[str] = field(default_factory=set)  # ids of Ray's nodes
+    _checked: dict[str, str] = field(default_factory=dict)  # addresses by id of Ray's node
     _running: tuple[Future[dict[str, Check]], list[Host]] | None = None
 
     def __call__(self) -> list[Host]:
@@ -92,7 +92,7 @@ class NodeChecker:
         if self._running and (not self._checked or self._running[0].done()):
             self._take(*self._running)
             self._running = None
-        withheld = {host.node_id for host in new} - self._checked
+        withheld = {host.node_id for host in new} - self._checked.keys()
         return [
             replace(h, num_free=0, num_unchecked=h.num_free) if h.node_id in withheld else h
             for h in hosts
@@ -104,13 +104,14 @@ class NodeChecker:
             self._checks |= future.result()
         except Exception as error:  # whatever Ray raises, it says nothing about the hosts
             logger.warning("the node check came to nothing: %s", error)
-        self._checked |= {host.node_id for host in hosts}
+        self._checked |= {host.node_id: host.address for host in hosts}
         now = self.clock()
         excluded = self.record.excluded(now)
         for address, reason in faults(self._checks, self.min_node_speed).items():
             if address not in excluded:
                 self.write(self.record.exclude(address, reason, now))
-                self._checked -= {host.node_id for host in hosts if host.address == address}
+                del self._checks[address]
+                self._checked = {id_: at for id_, at in self._checked.items() if at != address}
 
 
 def check_hosts(

@@ -114,6 +114,26 @@ def test_a_host_is_checked_again_once_its_exclusion_is_over() -> None:
     assert cluster.record.excluded(cluster.now) == frozenset()
 
 
+def test_a_host_that_later_ones_show_to_be_slow_is_checked_again_after_its_exclusion() -> None:
+    slower = {"memory": 49.0, "network": 10.0}
+    cluster = Cluster(results={"a": slower, "b": slower, "c": FAST, "d": FAST, "e": FAST})
+    cluster.hosts = [cluster.host("a")]
+    assert cluster.room() == {"a": 2}
+    cluster.hosts += [cluster.host("c"), cluster.host("d")]
+    cluster.room()
+    cluster.room()
+    assert [each.host for each in cluster.told] == ["a"]
+    cluster.now += 61
+    cluster.results["a"] = FAST
+    cluster.waits = True
+    cluster.hosts.append(cluster.host("e"))
+    cluster.room()
+    assert cluster.checked[-1] == ["a", "e"]
+    cluster.complete()
+    cluster.room()
+    assert len(cluster.told) == 1, "what was found before does not count"
+
+
 def test_a_check_without_an_answer_lets_the_host_in() -> None:
     cluster = Cluster(results={"a": FAST})
     assert cluster.room() == {"a": 2, "b": 2}

@@ -41,6 +41,8 @@ from service.domain.metrics import admitted
 from service.domain.models import MetricPoint
 
 Points = Mapping[tuple[str, int], tuple[float, float]]
+# Of a finite value: the sum of a hundred million of them is finite, too.
+_LARGEST = 1e300
 _COLUMNS = ("name_id", "step", "value", "time", "attempt_index")
 
 
@@ -53,7 +55,7 @@ def save_points(connection: Connection, job_id: str, attempt_index: int, points:
         return
     ids = _ids_of_names(connection, job_id, {name for name, _ in points})
     rows = [
-        (ids[name], step, None if math.isnan(value) else value, time, attempt_index)
+        (ids[name], step, _storable(value), time, attempt_index)
         for (name, step), (value, time) in points.items()
         if name in ids
     ]
@@ -67,6 +69,13 @@ def save_points(connection: Connection, job_id: str, attempt_index: int, points:
     else:
         in_order = itemgetter(*map(_COLUMNS.index, names))
         connection.exec_driver_sql(statement, [*map(in_order, rows)])
+
+
+def _storable(value: float) -> float | None:
+    """None for NaN, and infinity for what is too large to be added up."""
+    if math.isnan(value):
+        return None
+    return value if abs(value) <= _LARGEST else math.copysign(math.inf, value)
 
 
 @lru_cache(maxsize=4)
@@ -168,7 +177,8 @@ def _in_buckets() -> Select[Any]:
     buckets = (
         select(
             func.max(step).label("last_step"),
-            func.avg(value),
+            # Not `avg`, for which PostgreSQL adds up squares as well, and fails from 1e154 on.
+            func.sum(value) / func.count(value),
             func.min(value),
             func.max(value),
             func.count() - func.count(value),

@@ -202,6 +202,17 @@ def test_nan_and_infinite_values_survive_and_a_bucket_with_a_nan_shows_it(store:
     assert (point.min, point.max) == (1.0, math.inf)
 
 
+@pytest.mark.parametrize(
+    ("losses", "mean"), [([1e200, 3e200], 2e200), ([1.7e308, 1.7e308], math.inf)]
+)
+def test_huge_values_have_a_mean_on_every_database(
+    store: JobStore, losses: list[float], mean: float
+) -> None:
+    job = _with_losses(store, losses)
+    (point,) = store.metric_points(job.id, "train/loss", max_points=1)
+    assert point.value == mean
+
+
 def test_a_repeated_step_shows_its_newest_value_and_counts_once(store: JobStore) -> None:
     job, attempt = _with_attempt(store)
     for first, loss in ((0, 1.0), (10, 7.0)):

@@ -155,6 +155,8 @@ def test_body(webhook: Webhook, now: float) -> str:
 
 def _message(kind: str, time: float, data: dict[str, object]) -> str:
     moment = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds")
+    # JSON has neither NaN nor infinity: as in answers of the API, null takes their place.
+    data = json.loads(json.dumps(data), parse_constant=lambda name: None)
     return json.dumps({"type": kind, "timestamp": moment, "data": data}, separators=(",", ":"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,19 @@ def test_what_a_driver_reports_is_queued_with_the_records(
         store.append_events(attempt.id, records, NOW)
     bodies = [json.loads(d.body) for d in outbox.list_deliveries(hook.id)]
     assert [body["data"]["data"]["step"] for body in bodies] == [20, 10]
+
+
+def test_a_metric_that_is_no_number_is_null_in_a_message(
+    store: JobStore, outbox: WebhookStore
+) -> None:
+    _, attempt = store_attempt(store)
+    hook = _webhook(outbox, kinds=("checkpoint_committed",))
+    told = {"validation/ne": math.nan, "train/loss": math.inf, "train/rows": 1.0}
+    record = checkpoint(10).model_copy(update={"metrics": told})
+    store.append_events(attempt.id, batch(record), NOW)
+    [delivery] = outbox.list_deliveries(hook.id)
+    body = json.loads(delivery.body, parse_constant=pytest.fail)
+    assert body["data"]["data"]["metrics"] == dict.fromkeys(told) | {"train/rows": 1.0}
 
 
 def test_a_claimed_delivery_is_nobody_elses_until_the_claim_runs_out(

@@ -71,8 +71,8 @@ _METRICS: dict[str, tuple[type[RecMetric], str, dict[str, Any]]] = {
 }
 # TorchRec's log loss is in bits, ours in nats as the training loss is.
 _UNITS = {"logloss": math.log(2)}
-# AUC counts rows in bins of one width in sign(x) log(1 + 1000 |x|), which reach up to so much: each
-# is 0.3 % of a score wide, and near 0 a millionth.
+# AUC counts rows in bins of one width in sign(x) log(1 + 1000 |x|), where x is a score less the
+# threshold, which reach up to so much: each is 0.3 % of x wide, and near 0 a millionth.
 _AUC_BINS, _AUC_FACTOR, _AUC_LIMIT = 2**14, 1000.0, 23.0
 # Rows whose outputs are kept until the metrics see them.
 _MAX_KEPT_ROWS = 2**20
@@ -262,7 +262,8 @@ class _TaskMetrics:
                 predictions={task: predictions}, labels={task: labels}, weights={task: weights}
             )
         if self._auc is not None:
-            places = _bins_of(scores) + _AUC_BINS * self._is_positive(labels)
+            distances = scores.double() - (self._threshold or 0.0)
+            places = _bins_of(distances) + _AUC_BINS * self._is_positive(labels)
             self._auc.view(-1).index_add_(0, places, weights.double())
 
     def _is_positive(self, labels: torch.Tensor) -> torch.Tensor:

@@ -212,18 +212,21 @@ def weighted_auc(
     return (order * weights).sum() / weights.sum()
 
 
-def measure_label_near_threshold() -> float:
-    """AUC for >= 4 stars of labels that were normalised in float32 and back."""
-    task = TaskSpec(loss="mse", metrics=("auc",), auc_threshold=4.0)
+def measure_labels_around(stars: float, unit: float) -> float:
+    """AUC for >= `stars` of labels, some `unit` apart, that were normalised in float32 and back."""
+    task = TaskSpec(loss="mse", metrics=("auc",), auc_threshold=stars)
     meter = TaskMeter([task], 6)
-    stars = torch.tensor([[4.0], [4.0], [4.5], [3.5], [3.5], [1.0]])
-    offset, scale = torch.full((6, 1), 3.1234567), torch.full((6, 1), 0.7654321)
-    label = (stars - offset) / scale
+    given = stars + unit * torch.tensor([[0.0], [0.0], [0.5], [-0.5], [-0.5], [-3.0]])
+    offset, scale = torch.full((6, 1), stars - 0.8765433), torch.full((6, 1), 0.7654321 * unit)
+    label = (given - offset) / scale
     empty = KeyedJaggedTensor(keys=[], values=torch.zeros(0), lengths=torch.zeros(0))
     batch = Batch(torch.zeros(6, 1), empty, label, offset, scale, torch.ones(6))
     meter.update(batch, torch.zeros(()), label)
     return meter.compute("v")["v/auc"]
 
 
-def test_labels_at_the_threshold_are_positive_in_spite_of_rounding() -> None:
-    assert run_ranks(measure_label_near_threshold, 1) == [1.0]
+@pytest.mark.parametrize(("stars", "unit"), [(4.0, 1.0), (1000.0, 1.0), (30_000.0, 4.0)])
+def test_labels_at_the_threshold_are_positive_in_spite_of_rounding_wherever_it_lies(
+    stars: float, unit: float
+) -> None:
+    assert run_ranks(measure_labels_around, 1, stars, unit) == [1.0]

@@ -342,7 +342,8 @@ def test_of_many_tables_a_small_one_is_planned_as_it_can_be() -> None:
         ("cpu", {"dynamic": {"num_buckets": 4}}, {}),
         ("cuda", everywhere, cached),
     ):
-        sizes = {"small": small | {"num_embeddings": 100}, "large": {"num_embeddings": 10_000}}
+        large = {"num_embeddings": 10_000, "constraints": {"pooling_factor": 100.0}}
+        sizes = {"small": small | {"num_embeddings": 100}, "large": large}
         document = spec_document() | {
             "features": [
                 {"name": "age", "type": "dense"},

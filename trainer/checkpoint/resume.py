@@ -10,8 +10,9 @@ place and are collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from trainer.checkpoint.state_dict import METERS, load_packed, load_state
 from trainer.errors import StorageError
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
+from trainer.protocol.requests import read_rewind
+from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -137,8 +140,8 @@ def _rescale_moments(spec: JobSpec, optimizers: Optimizers, found: CommittedChec
 def find_source(path: Folder, group: dist.ProcessGroup | None = None) -> CommittedCheckpoint:
     """The checkpoint at `path`, or the newest that is whole in that folder, or of that run.
 
-    Collective over `group`. Raises `CheckpointError` on every rank, or `StorageError` where remote
-    storage is away.
+    Those that a rewind of the run has left behind are no newest ones. Collective over `group`.
+    Raises `CheckpointError` on every rank, or `StorageError` where remote storage is away.
     """
     named, folder = of_first(lambda: _look_at(path), group)
     if named is not None:
@@ -150,12 +153,18 @@ def find_source(path: Folder, group: dist.ProcessGroup | None = None) -> Committ
             f"{_FIELD}.path: there is no folder {path} that the workers' hosts can see; name a "
             "checkpoint, or a folder of checkpoints, on storage that they share"
         )
-    found, damaged = newest_intact(folder, group=group)
+    found, damaged = newest_intact(folder, _left_behind_in(folder), group)
     if found is None:
         raise CheckpointError(
             f"{_FIELD}.path: {folder} holds no checkpoint that is whole ({len(damaged)} damaged)"
         )
     return found
+
+
+def _left_behind_in(folder: Folder) -> Callable[[str], bool]:
+    """Whether a checkpoint with that name comes after the one that its run was rewound to."""
+    rewind = read_rewind(RunDir(folder.parent).rewind_path) if isinstance(folder, Path) else None
+    return rewind.supersedes if rewind else lambda name: False
 
 
 def _look_at(path: Folder) -> tuple[CommittedCheckpoint | None, Folder | None]:

@@ -23,6 +23,7 @@ from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, ma
 from trainer.checkpoint.state_dict import name_in_table_place, table_of
 from trainer.export.artifact import NoCheckpoint, NotEnoughMemory, NotExportable
 from trainer.models.networks import build_model
+from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
@@ -53,8 +54,9 @@ def read_run_spec(run_dir: RunDir) -> JobSpec:
 def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     """The checkpoint `wanted`: `newest`, `best`, a step, or name or path of one; whole or refused.
 
-    `newest` is the newest whole one, and `best` the newest where none was ever best. Raises
-    `NoCheckpoint`, and `StorageError` where remote storage is away.
+    `newest` is the newest whole one, and `best` the newest where none was ever best, both without
+    those that a rewind has left behind. Raises `NoCheckpoint`, and `StorageError` where remote
+    storage is away.
     """
     if "/" in wanted:
         path = folder_at(wanted)
@@ -67,14 +69,18 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     committed = list_committed(folder)
     if not committed:
         raise NoCheckpoint(f"{folder} holds no checkpoint yet; let the job save")
-    best = [each for each in committed if each.commit.is_best]
-    if wanted == "best" and best:
-        return _whole(best[-1])
     if wanted in ("newest", "best"):
-        for each in reversed(committed):
+        rewind = read_rewind(run_dir.rewind_path)
+        counted = [each for each in committed if not (rewind and rewind.supersedes(each.path.name))]
+        best = [each for each in counted if each.commit.is_best]
+        if wanted == "best" and best:
+            return _whole(best[-1])
+        for each in reversed(counted):
             if _damaged_file(each) is None:
                 return each
-        raise NoCheckpoint(f"all {len(committed)} checkpoints in {folder} are damaged")
+        raise NoCheckpoint(
+            f"all {len(committed)} checkpoints in {folder} are damaged, or left behind by a rewind"
+        )
     named = [each for each in committed if wanted in (each.path.name, str(each.commit.step))]
     if not named:
         steps = ", ".join(str(each.commit.step) for each in committed)

@@ -8,16 +8,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 
 from tests.unit.trainer.export.export_case import spec_document
-from trainer.checkpoint.files import Commit, RowOrder
+from trainer.checkpoint.files import Commit, RowOrder, write_marker
 from trainer.checkpoint.manager import resumed_state, state_of
+from trainer.checkpoint.resume import find_source
 from trainer.checkpoint.save_load import CheckpointMismatch
 from trainer.coordination.messages import EpochRows
 from trainer.data.parquet import ParquetSource
 from trainer.data.position import DataPosition
 from trainer.data.reader import order_digest
 from trainer.protocol.requests import Rewind, read_rewind
+from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
 
 WRITTEN = RowOrder(90, "as it was")
@@ -99,3 +102,21 @@ def test_without_a_readable_choice_the_newest_counts(tmp_path: Path) -> None:
     assert read_rewind(path) is None
     path.write_text(CHOSEN.model_dump_json())
     assert read_rewind(path) == CHOSEN
+
+
+def test_a_warm_start_takes_no_checkpoint_that_a_rewind_left_behind(tmp_path: Path) -> None:
+    names = ("step-00000100-a1-r0", "step-00000200-a1-r0", "step-00000300-a2-r0")
+    run_dir = RunDir(tmp_path)
+    for name in names:
+        (run_dir.checkpoints_dir / name).mkdir(parents=True)
+        write_marker(run_dir.checkpoints_dir / name, commit(1, 0))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert find_source(tmp_path).path.name == names[2]
+        run_dir.rewind_path.write_text(CHOSEN.model_dump_json())
+        for folder in (tmp_path, run_dir.checkpoints_dir):
+            assert find_source(folder).path.name == CHOSEN.checkpoint
+        # By its own path it can be had.
+        assert find_source(run_dir.checkpoints_dir / names[2]).path.name == names[2]
+    finally:
+        dist.destroy_process_group()

@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.unit.trainer.export.export_case import (
     spec_document,
     write_run,
 )
+from trainer.checkpoint.files import write_marker
 from trainer.data.decode import decode, layout_of
 from trainer.errors import ColumnError
 from trainer.export.artifact import (
@@ -48,6 +50,7 @@ from trainer.export.load import (
 )
 from trainer.export.predict import Predictor, in_own_unit
 from trainer.export.report import Report, outputs_of
+from trainer.protocol.requests import Rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
@@ -187,6 +190,19 @@ def test_the_checkpoint_is_the_one_that_was_asked_for(run_dir: RunDir, tmp_path:
     assert find_checkpoint(run_dir, str(folder)).commit.step == 7
     with pytest.raises(NoCheckpoint, match="no whole checkpoint"):
         find_checkpoint(run_dir, str(tmp_path))
+
+
+def test_what_a_rewind_left_behind_is_neither_newest_nor_best(data: Path, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, make_spec(data), 7, 20)
+    newest = find_checkpoint(run_dir, "newest")
+    write_marker(newest.path, replace(newest.commit, is_best=True))
+    assert find_checkpoint(run_dir, "best").commit.step == 20
+    rewind = Rewind(checkpoint=find_checkpoint(run_dir, "7").path.name, attempt_index=1)
+    run_dir.rewind_path.write_text(rewind.model_dump_json())
+    assert find_checkpoint(run_dir, "newest").commit.step == 7
+    assert find_checkpoint(run_dir, "best").commit.step == 7
+    # By its step it can be had until it is removed.
+    assert find_checkpoint(run_dir, "20").commit.step == 20
 
 
 def test_a_damaged_checkpoint_is_never_exported(data: Path, tmp_path: Path) -> None:

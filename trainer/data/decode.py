@@ -247,14 +247,17 @@ def _fill(rows: Rows, columns: _Columns, layout: RowLayout) -> None:
 
 def _fill_label(rows: Rows, task: int, columns: _Columns, label: LabelColumns) -> None:
     """One task's label (normalised), offset and scale."""
-    offset, scale = rows.offset[:, task], rows.scale[:, task]
-    if label.offset:
-        offset[:] = columns.numbers(label.offset)
-    if label.scale:
-        found = columns.numbers(label.scale)
-        scale[:] = columns.refuse(found <= 0, found, label.scale, "a scale above 0", safe=1)
+    values = columns.numbers(label.value, is_wide=label.offset is not None)
     with np.errstate(over="ignore"):
-        values = (columns.numbers(label.value) - offset) / scale
+        if label.offset:
+            offset = columns.numbers(label.offset, is_wide=True)
+            rows.offset[:, task] = offset
+            values = (values - offset).astype(np.float32)
+        if label.scale:
+            found = columns.numbers(label.scale)
+            found = columns.refuse(found <= 0, found, label.scale, "a scale above 0", safe=1)
+            rows.scale[:, task] = found
+            values = values / found
     is_bad = ~np.isfinite(values)
     values = columns.refuse(is_bad, values, label.value, "finite after its offset and scale")
     if label.is_binary:
@@ -306,11 +309,13 @@ class _Columns:
         self._refuse(_owners(offsets, places), column, values[places[0]].item(), wanted)
         return np.where(is_bad, values.dtype.type(safe), values)
 
-    def numbers(self, column: InputColumn) -> FloatArray:
-        """A column of numbers as float32, without null, NaN or infinity."""
+    def numbers(self, column: InputColumn, *, is_wide: bool = False) -> NDArray[np.floating]:
+        """A column of numbers without null, NaN or infinity, as float32; float64 if `is_wide`."""
         array = self._array(column, may_be_null=column.is_replaced)
-        values = dense_values(array, column.dense)
-        return self.refuse(~np.isfinite(values), values, column, "a finite number")
+        values = dense_values(array, column.dense, is_wide=is_wide)
+        with np.errstate(over="ignore"):  # too large for float32: refused below
+            is_finite = np.isfinite(values.astype(np.float32, copy=False))
+        return self.refuse(~is_finite, values, column, "a finite number")
 
     def ids(self, column: InputColumn) -> tuple[IntArray, IntArray | None]:
         """Flat ids, every one within its table, and offsets [n + 1] of lists; None for one each."""

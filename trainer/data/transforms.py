@@ -179,13 +179,15 @@ def _load(text: str, version: tuple[int, int] | None, min_count: int) -> Vocabul
     return VocabularyEncoder(frame["value"], ids, int(ids.max(initial=0)) + 1)
 
 
-def dense_values(values: pa.Array, feature: FeatureSpec | None) -> NDArray[np.float32]:
+def dense_values(
+    values: pa.Array, feature: FeatureSpec | None, *, is_wide: bool = False
+) -> NDArray[np.floating]:
     """Numbers as a dense feature asks for them, or as they are without one: float32 [n].
 
-    NaN is what is missing and has no replacement.
+    `is_wide` asks for float64. NaN is what is missing and has no replacement.
     """
     # Differences of large numbers need the digits.
-    is_wide = feature is not None and feature.transform == "standardise"
+    is_wide |= feature is not None and feature.transform == "standardise"
     kind = pa.float64() if is_wide else pa.float32()
     numbers = values.cast(kind, safe=False).to_numpy(zero_copy_only=False)
     if feature is None:

@@ -10,9 +10,11 @@ from unittest.mock import patch
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 
+from tests.unit.trainer.conftest import DENSE, SPARSE
 from trainer.data import reader
 from trainer.data.batches import TrainBatches, ValidationBatches
 from trainer.data.decode import decode, layout_of
@@ -252,6 +254,13 @@ def test_each_task_has_its_own_column_of_labels_and_names_it(prepared, make_spec
     years = (rows["year"] - rows["user_mean"]).to_list()
     assert batch.label[:, 1].tolist() == pytest.approx(years, abs=1e-5)
     assert batch.label_scale[:, 1].tolist() == [1.0] * 8
+
+    # Differences of large numbers keep their digits.
+    late = pa.table({"year": [1.7e9 + 3, 1.7e9 + 50], "user_mean": [1.7e9, 1.7e9]})
+    columns = {name: pa.array([1.0] * 2) for name in ("rating", "user_scale", *DENSE)}
+    ids = {n: pa.array([1, 2] if t == "id" else [[], [1]], None) for n, t in SPARSE.items()}
+    table = pa.table(columns | ids | {name: late[name] for name in late.column_names})
+    assert decode(table, layout_of(spec), lambda row: ("", row)).label[:, 1].tolist() == [3, 50]
 
     layout = layout_of(with_task(name="c", loss="bce", label={"column": "rating"}))
     fields = [label.value.field for label in layout.labels]

@@ -134,17 +134,23 @@ class Location:
     def parse(cls, text: str | Path | Location) -> Location:
         """Parse a local path, `file://`, `s3://` or `gs://` URL, without network access.
 
-        Raises `StorageError` for another scheme, a missing bucket, an unknown option or a `#`,
-        which would end the path.
+        Raises `StorageError` for another scheme, a missing bucket, an unknown or wrong option, a
+        home folder that nobody has, and what would end the path: a `#`, or a `?` of `file://`.
         """
         if isinstance(text, Location):
             return text
-        url = urlsplit(str(text))
-        if url.fragment and url.scheme and not isinstance(text, Path):
+        if isinstance(text, Path):
+            return cls._local(text)
+        try:
+            url = urlsplit(text)
+        except ValueError as error:
+            raise StorageError(f"{text} is no URL: {error}; write %5B for a '['") from None
+        if url.fragment and url.scheme:
             raise StorageError(f"{text}: write %23 for the '#' of a URL's path")
-        if url.scheme in ("", "file") or isinstance(text, Path):
-            local = unquote(url.path) if url.scheme == "file" else str(text)
-            return cls(fs.LocalFileSystem(), str(Path(local).expanduser().absolute()))
+        if url.query and url.scheme == "file":
+            raise StorageError(f"{text}: write %3F for the '?' of a URL's path")
+        if url.scheme in ("", "file"):
+            return cls._local(Path(unquote(url.path) if url.scheme else text))
         if url.scheme not in _FILE_SYSTEMS:
             raise StorageError(
                 f"{text}: cannot read '{url.scheme}://'; name a local path, file://, s3:// or gs://"
@@ -157,7 +163,23 @@ class Location:
             raise StorageError(f"{text}: unknown option '{unknown[0]}'; there are {sorted(known)}")
         path = f"{url.netloc}{unquote(url.path)}".rstrip("/")
         query = f"?{url.query}" if url.query else ""
-        return cls(make_file_system(options), path, f"{url.scheme}://", query)
+        try:
+            file_system = make_file_system(options)
+        except ValueError as error:  # also pyarrow's
+            raise StorageError(
+                f"{url.scheme}://{path}: {error}; check the options after the '?', and the "
+                "endpoint in the environment"
+            ) from None
+        return cls(file_system, path, f"{url.scheme}://", query)
+
+    @classmethod
+    def _local(cls, path: Path) -> Location:
+        try:
+            return cls(fs.LocalFileSystem(), str(path.expanduser().absolute()))
+        except RuntimeError:
+            raise StorageError(
+                f"{path}: nobody has that home folder; give an absolute path"
+            ) from None
 
     @property
     def text(self) -> str:

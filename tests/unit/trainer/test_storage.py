@@ -89,6 +89,11 @@ def test_urls_that_mean_nothing_are_refused():
         "s3://bucket/key?endpoint=x": "unknown option 'endpoint'",
         "s3://bucket/key#v2": "write %23",
         "file:///folder#v2": "write %23",
+        "file:///folder?v2": "write %3F",
+        "s3://[bucket/key": "write %5B",
+        "s3://bucket/key?scheme=ftp": "s3://bucket/key: .*check the options",
+        "s3://bucket/key?endpoint_override=http://[": "s3://bucket/key: .*check the options",
+        "~nobody-of-that-name/data": "give an absolute path",
     }.items():
         with pytest.raises(StorageError, match=message):
             Location.parse(url)

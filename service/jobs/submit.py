@@ -30,6 +30,8 @@ from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
 
+UNREADABLE = "unreadable_path"
+"""The code of a path that storage does not let us look at, now or ever."""
 _MANIFEST_NAME = "manifest.json"
 # Each file of the data has an entry. While a document is parsed nothing else runs.
 _MAX_MANIFEST_BYTES = 1 << 23
@@ -87,7 +89,7 @@ def _place_problem(
     except OSError as error:
         shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
         message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
-        return FieldProblem(field, "unreadable_path", message)
+        return FieldProblem(field, UNREADABLE, message)
 
 
 def _has_rows(folder: Path) -> bool:

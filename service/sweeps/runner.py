@@ -24,10 +24,11 @@ from service.errors import (
     JobEnded,
     JobNotFound,
     ServiceError,
+    StorageUnavailable,
     StoreUnavailable,
 )
 from service.jobs.actions import cancel_job, pause_job
-from service.jobs.submit import keep_secrets, submit_job
+from service.jobs.submit import UNREADABLE, keep_secrets, submit_job
 from service.settings import Settings
 from service.sweeps.search import spec_of_trial, suggest
 from trainer.spec.base import SpecError
@@ -169,6 +170,8 @@ class SweepRunner:
                 runs_shared=self.settings.runs_shared,
             )
         except (SpecError, IdempotencyConflict) as error:
+            if sweep.status is SweepStatus.RUNNING and _is_of_storage(error):
+                raise StorageUnavailable(str(error)) from error
             # Such as values that are not legal together: the search goes on without them.
             self.store.change_trial(trial, message=str(error))
             return
@@ -188,3 +191,8 @@ class SweepRunner:
         with suppress(JobEnded, JobNotFound):
             cancel_job(self.jobs, self.settings, trial.job_id, actor=trial.sweep_id)
         self.jobs_changed()
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Whether a spec was refused only because storage does not show what it names."""
+    return isinstance(error, SpecError) and all(each.code == UNREADABLE for each in error.problems)

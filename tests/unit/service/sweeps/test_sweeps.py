@@ -19,6 +19,7 @@ from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
 from service.domain.auth import Role
 from service.domain.models import JobStatus
+from service.jobs import submit
 from service.jobs.run_storage import run_dir_of
 from service.sweeps import runner, search
 from service.sweeps.runner import SweepRunner
@@ -282,6 +283,24 @@ def test_a_sweep_survives_what_passes_and_tells_nothing_of_the_inside(api, creat
     told = api.http.get(f"/v1/sweeps/{sweep_id}").json()
     assert (told["status"], "(KeyError)" in told["message"]) == (status, status == "FAILED")
     assert "inside" not in told["message"]
+
+
+def test_storage_that_is_away_delays_trials_and_keeps_no_sweep_from_ending(api, create):
+    kept, cancelled = (create(num_trials=6, num_parallel=6) for _ in range(2))
+    loop = runner_of(api)
+    with patch.object(submit, "in_time", side_effect=OSError(116, "Stale file handle")):
+        loop.poll()
+        loop.poll()
+        api.http.post(f"/v1/sweeps/{cancelled}:cancel")
+        loop.poll()
+        loop.poll()
+    status = {
+        each: api.http.get(f"/v1/sweeps/{each}").json()["status"] for each in (kept, cancelled)
+    }
+    assert status == {kept: "RUNNING", cancelled: "CANCELLED"}
+    loop.poll()
+    assert all(trial["job_id"] for trial in trials_of(api, kept))
+    assert len(trials_of(api, kept)) == 6
 
 
 def test_values_that_are_not_legal_together_cost_one_trial(api, create):

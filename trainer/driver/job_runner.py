@@ -143,6 +143,8 @@ class HangMonitor:
         self._run_index = -1
         self.processes: dict[str, set[int]] = {}
         """Process ids of the run that was checked last, by host."""
+        self.is_nobody_there = False
+        """Whether the last check knows that none of the workers of its run has come yet."""
         self.stragglers: tuple[StragglerFound, ...] = ()
         """The newest stragglers of that run."""
         self.address = self._coordinator.address
@@ -152,6 +154,7 @@ class HangMonitor:
         """Why run `run_index` is lost although its processes may still be there, if it is."""
         if run_index != self._run_index:
             self._run_index, self.processes = run_index, {}
+        self.is_nobody_there = False
         try:
             status = self._status()
         except (RuntimeError, OSError) as error:  # a job needs no watch to go on
@@ -161,6 +164,7 @@ class HangMonitor:
             if group.incarnation == run_index:
                 for host, pid in group.processes:
                     self.processes.setdefault(host, set()).add(pid)
+        self.is_nobody_there = not self.processes
         self.stragglers = status.stragglers if self.processes else ()
         for each in reversed(status.departures):
             if each.incarnation == run_index and each.reason in _HANGS:
@@ -308,6 +312,8 @@ class JobRunner:
             self.attempt.capacity.give(run.node_ids)
         future = self.launch(run)
         given_up = self._attend(run_index, current, future)
+        if given_up is PAUSED_EARLY:
+            return given_up
         failure = future.result()
         failure = given_up if failure and given_up else failure
         self._goodput.end(time.time(), is_lost=failure is not None)
@@ -392,7 +398,7 @@ class JobRunner:
     ) -> Failure | None:
         """Wait for the end of a run; ask the workers to stop when that is better.
 
-        Returns why they were given up, if they were.
+        Returns why they were given up, if they were: also `PAUSED_EARLY`, while Ray waits for room.
         """
         given_up: Failure | None = None
         began, kill_at = self.clock(), math.inf
@@ -410,6 +416,8 @@ class JobRunner:
             if is_pausing and self.attempt.capacity:
                 # The job that preempts this one may need that room; saving takes time.
                 self.attempt.capacity.close()
+            if is_pausing and self.hang_monitor.is_nobody_there and not future.done():
+                return PAUSED_EARLY
             if is_asked or future.done():
                 continue
             if is_pausing:

@@ -658,7 +658,9 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
         failure = wait_until(lambda: watch.check(4), "the hang", 60)
         assert failure.reason == failures.HANG
         assert watch.processes == {"127.0.0.2": {worker.pid for worker in workers}}
+        assert not watch.is_nobody_there
         assert watch.check(5) is None  # the next life has nothing to do with it
+        assert watch.is_nobody_there
         assert exit_codes(workers) == [70, 70]
     assert "in take_steps" in log_of(attempt, 1).read_text(), "the stack of what hangs is logged"
     lines = attempt.context.files.stream_path("coordinator-0").read_bytes().splitlines()

@@ -152,6 +152,7 @@ class World:
     address: str = "127.0.0.1:1"
     processes: dict[str, set[int]] = field(default_factory=lambda: {"a": {11, 12}, "gone": {13}})
     stragglers: tuple[events.StragglerFound, ...] = ()
+    is_nobody_there: bool = False
 
     def __post_init__(self) -> None:
         self.files = self.attempt.context.files
@@ -396,6 +397,15 @@ def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> Non
         assert isinstance(ended, Failure)
         assert ended.reason == failures.PAUSED
     assert len(world.launched) == 2, "a paused attempt starts no workers"
+
+
+def test_a_pause_ends_the_attempt_at_once_while_its_workers_wait_for_room(world: World) -> None:
+    world.hosts = [host("a", 1)]
+    world.is_nobody_there = True
+    world.plot = [(3, world.files.pause_request_path.touch)]
+    assert world.runner.run_once(0) == PAUSED_EARLY
+    assert world.launched[0].waits_for_room
+    assert world.now < 5
 
 
 def test_while_storage_is_away_the_request_to_stop_and_the_mark_of_its_end_are_tried_again(

@@ -107,12 +107,13 @@ def choose_layout(
     spec: JobSpec,
     look: Callable[[], Site],
     report: Callable[[str], None],
+    is_pause_wanted: Callable[[], bool],
     wait: Callable[[float], None] = time.sleep,
 ) -> Choice | None:
     """The best layout on the hosts; None where the layout is given and hosts are missing.
 
     Where more hosts would help it waits for them, up to `recovery.start_grace_s`; `report` is told
-    once. Raises `AttemptFailed`.
+    once. Raises `AttemptFailed`, also when the job is paused first.
     """
     grace_s = spec.recovery.start_grace_s
     waited_s = 0.0
@@ -129,6 +130,8 @@ def choose_layout(
                 raise AttemptFailed(Failure(reason, str(error))) from None
             if not waited_s:
                 report(f"{error}; waiting up to {grace_s:.0f} s for more")
+        if is_pause_wanted():
+            raise AttemptFailed(PAUSED_EARLY)
         wait(_POLL_S)
         waited_s += _POLL_S
 
@@ -201,7 +204,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     if max_workers is not None:
         use_gpu, capacity = open_capacity(context, spec, writer)
     look = partial(look_at_cluster, spec, use_gpu, max_workers)
-    choice = choose_layout(spec, look, report)
+    choice = choose_layout(spec, look, report, lambda: context.is_pause_wanted)
     if choice:
         spec = spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
     # An export years later must not depend on what the data says by then.

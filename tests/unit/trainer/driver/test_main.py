@@ -21,6 +21,7 @@ from trainer import failures
 from trainer.driver import main
 from trainer.driver.attempt import (
     PAUSED,
+    PAUSED_EARLY,
     Attempt,
     AttemptFailed,
     DriverContext,
@@ -245,7 +246,9 @@ def needing(**parallelism: object) -> JobSpec:
     return spec(parallelism=parallelism, recovery={"start_grace_s": 3})
 
 
-def choose(job: JobSpec, *looks: list[HostFacts]) -> tuple[Choice | None, list[str]]:
+def choose(
+    job: JobSpec, *looks: list[HostFacts], is_pausing: bool = False
+) -> tuple[Choice | None, list[str]]:
     """(the choice, what was told), where each look at the cluster finds the next of `looks`."""
     told: list[str] = []
     left = list(looks)
@@ -253,7 +256,7 @@ def choose(job: JobSpec, *looks: list[HostFacts]) -> tuple[Choice | None, list[s
     def look() -> Site:
         return site_of(job, left.pop(0) if len(left) > 1 else left[0])
 
-    choice = choose_layout(job, look, told.append, wait=lambda _: None)
+    choice = choose_layout(job, look, told.append, lambda: is_pausing, wait=lambda _: None)
     return choice, told
 
 
@@ -270,11 +273,14 @@ def test_a_layout_that_lacks_hosts_waits_for_them() -> None:
     assert "needs 2 hosts" in told[0]
 
 
-def test_hosts_that_never_come_are_no_room() -> None:
+def test_hosts_that_never_come_are_no_room_and_a_pause_does_not_wait_for_them() -> None:
     with pytest.raises(AttemptFailed) as caught:
         choose(SURVIVOR, hosts(8))
     assert caught.value.failure.reason == failures.NO_ROOM
     assert "add 1 host" in caught.value.failure.message
+    with pytest.raises(AttemptFailed) as paused:
+        choose(SURVIVOR, hosts(8), hosts(8, 4), is_pausing=True)
+    assert paused.value.failure == PAUSED_EARLY
 
 
 def test_a_layout_that_no_cluster_can_give_is_refused_at_once() -> None:

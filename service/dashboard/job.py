@@ -77,7 +77,7 @@ class JobPage:
         """Draw the charts one after another, then follow the job."""
         for chart, points in zip(self._charts, self._first_points, strict=True):
             self._draw_chart(chart, await points)
-        ui.timer(REFRESH_INTERVAL_S, self.refresh)
+        self._timer = ui.timer(REFRESH_INTERVAL_S, self.refresh)
         await self._show_parent()
 
     async def _read_chart(self, chart: _ChartPanel, known: Points) -> Points:
@@ -108,7 +108,12 @@ class JobPage:
 
     async def refresh(self) -> None:
         """Read the store in a thread and show what changed."""
-        snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
+        try:
+            snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
+        except JobNotFound:
+            self._timer.cancel()
+            self._gone.set_text("This job was deleted. The page shows what was known of it.")
+            return
         self._show(snapshot)
         if snapshot.is_new:
             for chart in self._charts:
@@ -127,6 +132,7 @@ class JobPage:
             ui.html(f'<a href="{MOUNT_PATH}/">Jobs</a>', sanitize=False)
             ui.label("/")
             ui.label(self._snapshot.job.name)
+        self._gone = ui.label().classes("notice tone-warn").props("role=status")
         with ui.element("div").classes("job-head"):
             self._heading = ui.html(sanitize=False).classes("heading")
             with ui.element("div").classes("course-buttons"):

@@ -306,6 +306,20 @@ def test_progress_and_charts_follow_the_store_without_a_reload(
     assert len({drawn, zoomed, settled_picture(loss_chart)}) == 3
 
 
+def test_the_page_of_a_job_that_is_deleted_says_so_and_asks_no_more(
+    page: Page, dashboard: Dashboard, running: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = replace(dashboard.store.get_job(running.id), status=JobStatus.FAILED, message="broke")
+    dashboard.store.update_job(ended)
+    open_job(page, running)
+    expect(page.locator(".heading .status")).to_have_text("failed")
+    dashboard.store.delete_job(running.id)
+    expect(page.get_by_text("This job was deleted")).to_be_visible(timeout=LIVE_MS)
+    page.get_by_role("tab", name="Spec").click()
+    expect(page.locator(".spec")).to_contain_text(running.name)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_the_log_tail_shows_rank_0_and_then_follows_the_chosen_source(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:

@@ -122,7 +122,8 @@ class RunLock:
     def acquire(self) -> None:
         """Take the folder, from a dead owner if need be.
 
-        Waits `patience_s` for a live one to end, then raises `AttemptFailed` with `run_in_use`.
+        Waits `patience_s` and a beat for a live one to end, then raises `AttemptFailed` with
+        `run_in_use`.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         while not self._create():
@@ -154,19 +155,20 @@ class RunLock:
 
     def _watch(self) -> bytes | None:
         """What a dead owner left in the file; None once the file is gone. Raises for a live one."""
-        seen = first = self._read()
-        deadline = self._clock() + self._patience_s
+        seen, moved_at = self._read(), self._clock()
+        deadline = moved_at + self._patience_s
         while seen is not None:
-            owner = self._parsed(seen)
+            owner, now = self._parsed(seen), self._clock()
             is_dead = is_gone(owner, self._owner.machine) if owner else None
-            if is_dead:
+            if is_dead or (is_dead is None and now - moved_at >= self._patience_s):
                 return seen
-            if self._clock() >= deadline:
-                if is_dead is None and seen == first:
-                    return seen
+            # A beat before the deadline may have been the last one.
+            is_alive = is_dead is False or moved_at > deadline
+            if is_alive and now >= deadline:
                 raise AttemptFailed(Failure(failures.RUN_IN_USE, self._refusal(owner)))
             self._sleep(_LOOK_S)
-            seen = self._read()
+            before, seen = seen, self._read()
+            moved_at = moved_at if seen == before else self._clock()
         return None
 
     def _take_over(self, dead: bytes) -> bool:

@@ -70,8 +70,14 @@ def test_an_owner_elsewhere_lives_while_it_beats_whatever_its_clock_says(tmp_pat
 def test_an_owner_elsewhere_that_stopped_beating_is_replaced(tmp_path: Path) -> None:
     first = lock(tmp_path, "job-a0")
     first.acquire()
-    pretend(tmp_path, machine="elsewhere")
-    lock(tmp_path, "job-a1").acquire()
+    beats = iter(range(1, 4))
+
+    def beat_for_the_last_time() -> None:
+        if beat := next(beats, 0):
+            pretend(tmp_path, machine="elsewhere", beat=beat)
+
+    beat_for_the_last_time()
+    lock(tmp_path, "job-a1", clock=meanwhile(beat_for_the_last_time)).acquire()
     assert not first.beat(), "the first learns that it lost the folder"
     first.release()
     assert "job-a1" in RunDir(tmp_path).lock_path.read_text(), "and leaves it to the second"

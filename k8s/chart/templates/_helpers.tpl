@@ -101,7 +101,7 @@ capabilities:
 {{- if .shared }}
 {{- include "shardloom.claims" $ }}
 {{- else }}
-- {name: runs, emptyDir: {sizeLimit: {{ .hostGiB }}Gi}}
+- {name: runs, emptyDir: {sizeLimit: {{ .hostGiB | toJson }}Gi}}
 {{- include "shardloom.dataClaim" $ }}
 {{- end }}
 {{- end }}
@@ -191,9 +191,9 @@ readOnly: true
 {{- /* Resources of a host of a group, as Kubernetes names them. */}}
 {{- define "shardloom.hostLimits" -}}
 cpu: {{ .cpus | quote }}
-memory: {{ .memoryGiB }}Gi
+memory: {{ .memoryGiB | toJson }}Gi
 {{- with .diskGiB }}
-ephemeral-storage: {{ . }}Gi
+ephemeral-storage: {{ . | toJson }}Gi
 {{- end }}
 {{- with .gpus }}
 nvidia.com/gpu: {{ . | quote }}

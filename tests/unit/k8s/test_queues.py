@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 
 import pytest
 from kubernetes.utils.quantity import parse_quantity
 
+from service.jobs.actions import merged
 from tests.unit.k8s.pods import Pod, pods_of
-from tests.unit.k8s.rendering import VARIANTS, Manifest, build, of_kind, one, ray_cluster
+from tests.unit.k8s.rendering import (
+    VARIANTS,
+    Manifest,
+    build,
+    objects_of,
+    of_kind,
+    one,
+    ray_cluster,
+    values,
+)
 
 
 @dataclass
@@ -118,3 +130,25 @@ def test_the_volcano_queue_has_room_for_the_cluster(variant: str) -> None:
             for container in pod.containers
         )
         assert asked <= parse_quantity(most)
+
+
+@pytest.mark.parametrize("kind", ["kueue", "volcano"])
+def test_sizes_of_the_largest_clusters_and_volumes_are_quantities(kind: str) -> None:
+    large = {
+        "ray": {"hosts": {"memoryGiB": 2048, "maxHosts": 600, "diskGiB": 28_000}},
+        "storage": {"runs": {"sizeGiB": 1 << 20}, "data": {"sizeGiB": 2_000_000}},
+        "queue": {"kind": kind},
+    }
+    texts = list(_texts_of(objects_of(merged(values("gpu"), large))))
+    sizes = [text for text in texts if re.fullmatch(r"[0-9][^ ]*Gi", text)]
+    assert {parse_quantity(each) for each in sizes} >= {(1 << 20) << 30, 2_000_000 << 30}
+    assert ("1228800Gi" in sizes) == (kind == "kueue")
+
+
+def _texts_of(value: object) -> Iterator[str]:
+    below = value.values() if isinstance(value, dict) else value
+    if isinstance(below, str):
+        yield below
+    elif isinstance(below, Iterable):
+        for each in below:
+            yield from _texts_of(each)

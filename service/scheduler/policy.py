@@ -459,8 +459,15 @@ class _SchedulingPass:
             used -= self._use_of(each)
         if not self._fits(job, least, used):
             return ""
-        self.result.preemptions += [Preemption(each.job, job) for each in victims]
-        num_leaving += len(victims)
+        needed: list[Held] = []
+        for each in reversed(victims):
+            # With those that came after it there may be room for it to stay.
+            if self._fits(job, least, used + self._use_of(each)):
+                used += self._use_of(each)
+            else:
+                needed.insert(0, each)
+        self.result.preemptions += [Preemption(each.job, job) for each in needed]
+        num_leaving += len(needed)
         self._is_making_room = num_leaving > 0
         return f"; {num_leaving} job(s) make way"
 

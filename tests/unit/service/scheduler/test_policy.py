@@ -340,6 +340,9 @@ def test_the_least_important_and_latest_job_makes_way_and_no_more_than_needed() 
     found = decide([job("urgent", 2, priority=5)], held, cluster(6))
     assert [each.job.name for each in found.preemptions] == ["low"]
     assert "make way" in reasons(found)["urgent"]
+    held = [running("small", 1, priority=0), running("large", 4, priority=1)]
+    found = decide([job("urgent", 4, priority=5)], held, cluster(5))
+    assert [each.job.name for each in found.preemptions] == ["large"], "small gives too little"
     first, second = running("first", 2, age_s=9), running("second", 2)
     anew = QueueState(workers=2, since=NOW - 1).document
     retried = replace(first, queue_note=anew)

@@ -393,21 +393,27 @@ class Optimizers:
 
         Data-parallel tables always, and the dense part with its buffers when `dense` (it is
         averaged at syncs). State that counts steps is equal everywhere and stays out. Scalars come
-        as views [1], flags as bytes.
+        as views [1], flags as bytes, and what is transposed as it lies in memory.
         """
         optimizers = [*self._whole, *([self.dense] if dense else [])]
         parameters = [(p, o.state.get(p, {})) for o in optimizers for p in o.params.values()]
         states = [
-            torch.atleast_1d(state)
+            _as_it_lies(state)
             for parameter, named in parameters
             for name, state in named.items()
             if name != "step" and state.shape[:1] == parameter.shape[:1]
         ]
-        weights = [torch.atleast_1d(parameter.data) for parameter, _ in parameters]
+        weights = [_as_it_lies(parameter.data) for parameter, _ in parameters]
         for buffer in stored_buffers(self._module) if dense else ():
-            values = torch.atleast_1d(buffer)
+            values = _as_it_lies(buffer)
             weights.append(values.view(torch.uint8) if values.dtype == torch.bool else values)
         return weights, states
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with at least one dimension, those with the largest strides first."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return torch.atleast_1d(tensor if tensor.is_contiguous() else tensor.permute(order))
 
 
 def _scale_gradients(parameters: Iterable[torch.Tensor], scale: float) -> None:

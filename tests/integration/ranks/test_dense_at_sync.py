@@ -87,15 +87,22 @@ def test_between_syncs_no_group_waits_for_another(precision: str) -> None:
         torch.testing.assert_close(result["dense"], ranks[0]["dense"], atol=0, rtol=0)
 
 
-def _start_from_another_seed(case: Case) -> dict[str, torch.Tensor]:
+def _from_another_seed(case: Case, **own: torch.Tensor) -> tuple[TwoDParallel, JobSpec]:
+    """A model with parameters of its `own`, which starts from this rank's seed."""
     groups = form_groups(case)
-    spec = _spec(case, "sgd")
+    spec = _spec(case, "adam")
     torch.manual_seed(groups.rank)
     network = build_model(spec, groups.device)
     network.register_buffer("counts", torch.full((3,), float(groups.rank)))
+    for name, value in own.items():
+        network.register_parameter(name, torch.nn.Parameter(value))
     table_sharders = sharders(spec, fused_optimizer_params(spec.optimizer.sparse, 1.0))
     plan = make_plan(network, spec, groups, table_sharders)
-    model = TwoDParallel(network, groups, plan, table_sharders, dense="at_sync")
+    return TwoDParallel(network, groups, plan, table_sharders, dense="at_sync"), spec
+
+
+def _start_from_another_seed(case: Case) -> dict[str, torch.Tensor]:
+    model, _ = _from_another_seed(case)
     return {**dense_parameters(model), "counts": model.module.counts}
 
 
@@ -103,6 +110,30 @@ def test_all_dense_copies_start_equal_even_from_different_seeds() -> None:
     ranks = run_ranks(_start_from_another_seed, 4, replace(Case(4, 2), placement="inter_host"))
     for result in ranks:
         torch.testing.assert_close(result, ranks[0], atol=0, rtol=0)
+
+
+def _sync_transposed(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """A transposed parameter and its first moment, which each rank had changed by its number."""
+    turned = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+    model, spec = _from_another_seed(case, turned=turned)
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
+    parameter = model.module.turned
+    moment = optimizers.dense.state[parameter]["exp_avg"]
+    with torch.no_grad():
+        moment += model.groups.rank * parameter
+        parameter += model.groups.rank
+    sync()
+    return parameter.detach().clone(), moment.clone()
+
+
+def test_a_transposed_parameter_is_synced_like_any_other() -> None:
+    turned = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+    ranks = run_ranks(_sync_transposed, 4, replace(Case(4, 2), placement="inter_host"))
+    for rank, (parameter, moment) in enumerate(ranks):
+        mean = rank % 2 + 1.0  # of ranks 0 and 2, or of 1 and 3
+        torch.testing.assert_close(parameter, turned + mean, atol=0, rtol=0)
+        torch.testing.assert_close(moment, mean * turned, atol=0, rtol=0)
 
 
 @patch.object(models.DefaultDataParallelWrapper, "wrap")

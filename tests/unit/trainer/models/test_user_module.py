@@ -127,6 +127,17 @@ def test_an_answer_that_breaks_the_contract_says_what_was_expected(answer: Any, 
     assert said in str(caught.value)
 
 
+def test_buffers_that_are_views_get_memory_of_their_own(write: Write) -> None:
+    views = "torch.ones(1, 3).expand(4, 3)", "torch.ones(4, 8)[:, :3]", "torch.ones(3, 4).t()"
+    lines = [f"self.register_buffer('buffer_{i}', {view})" for i, view in enumerate(views)]
+    built = "\n        ".join(["super().__init__()", "import torch", *lines])
+    write("own_views.py", SOURCE.replace("super().__init__()", built))
+    found = dict(build_model(spec_of("own_views:Net"), CPU).network.named_buffers())
+    for index in range(len(views)):
+        buffer = found[f"buffer_{index}"]
+        assert buffer.is_contiguous() and torch.equal(buffer, torch.ones(4, 3))
+
+
 def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(write: Write) -> None:
     write(
         "own_b.py",

@@ -133,7 +133,7 @@ class RunLock:
 
     def beat(self) -> bool:
         """Say that the owner lives; False when another one has the folder."""
-        if self._parsed(self._read()) != self._owner:
+        if not self._is_own():
             return False
         self._owner = self._owner.model_copy(update={"beat": self._owner.beat + 1})
         self._write()
@@ -141,8 +141,13 @@ class RunLock:
 
     def release(self) -> None:
         """Give the folder back, unless another one has taken it."""
-        if self._parsed(self._read()) == self._owner:
+        if self._is_own():
             self._path.unlink(missing_ok=True)
+
+    def _is_own(self) -> bool:
+        """Whether this owner has the folder, perhaps with a beat that storage did not take."""
+        owner = self._parsed(self._read())
+        return owner is not None and owner.token == self._owner.token
 
     def _create(self) -> bool:
         try:
@@ -176,7 +181,7 @@ class RunLock:
             return False
         self._write()
         self._sleep(_SETTLE_S)
-        if self._parsed(self._read()) != self._owner:
+        if not self._is_own():
             return False
         before = self._parsed(dead)
         logger.warning(

@@ -90,6 +90,26 @@ def test_an_owner_that_ends_meanwhile_is_waited_for(tmp_path: Path) -> None:
     assert "job-a1" in RunDir(tmp_path).lock_path.read_text()
 
 
+def test_a_beat_that_storage_refused_is_made_up_for_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def opened_to_read(path: Path, mode: str, *how: Any, **named: Any) -> Any:
+        if "+" in mode:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return opened(path, mode, *how, **named)
+
+    owner = lock(tmp_path, "job-a0")
+    owner.acquire()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="quota"):
+        patch.setattr(Path, "open", opened_to_read)
+        owner.beat()
+    assert owner.beat()
+    owner.release()
+    assert not RunDir(tmp_path).lock_path.exists()
+
+
 def test_of_two_that_take_over_the_one_whose_name_stays_has_it(tmp_path: Path) -> None:
     lock(tmp_path, "job-a0").acquire()
     pretend(tmp_path, process_start="1")

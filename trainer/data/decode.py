@@ -150,6 +150,10 @@ def check_schema(layout: RowLayout, schema: pa.Schema, folder: Location | str) -
                 f"{column.field}: {folder} has no column '{column.name}'; it has "
                 f"{', '.join(schema.names)}"
             )
+        if schema.names.count(column.name) > 1:
+            raise ColumnError(
+                f"{column.field}: {folder} has several columns '{column.name}'; rename all but one"
+            )
         found = schema.field(column.name).type
         wanted, fits = _type_rule(column, found)
         if not fits:

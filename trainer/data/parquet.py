@@ -183,6 +183,8 @@ class ParquetSource:
             for name in self.columns:
                 if name not in schema.names:
                     raise ColumnError(f"{file}: no column '{name}'; it has {schema.names}")
+                if schema.names.count(name) > 1:
+                    raise ColumnError(f"{file}: several columns '{name}'; rename all but one")
                 if schema.field(name).type != schemas[0].field(name).type:
                     raise ColumnError(
                         f"{file}: column '{name}' is {schema.field(name).type} here but "

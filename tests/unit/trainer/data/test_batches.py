@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ import torch
 from tests.unit.trainer.conftest import DENSE, SPARSE
 from trainer.data import reader
 from trainer.data.batches import TrainBatches, ValidationBatches
-from trainer.data.decode import decode, layout_of
+from trainer.data.decode import check_schema, decode, layout_of
 from trainer.data.position import DataPosition
 from trainer.data.reader import RowReader, open_source
 from trainer.data.rows import Rows
@@ -235,6 +236,10 @@ def test_a_missing_or_ill_typed_column_is_named_by_its_spec_field(
     spec = make_spec(data={"path": str(prepared), "label": {"column": "stars"}})
     with pytest.raises(ColumnError, match=r"data\.label\.column: .*no column 'stars'"):
         open_source(spec, prepared / "train")
+    twice = pa.schema([("rating", pa.float32()), ("stars", pa.int64()), ("stars", pa.int64())])
+    layout = replace(layout_of(spec), dense=(), sparse=())
+    with pytest.raises(ColumnError, match=r"data\.label\.column: .*several columns 'stars'"):
+        check_schema(layout, twice, "x")
 
 
 def test_each_task_has_its_own_column_of_labels_and_names_it(prepared, make_spec):

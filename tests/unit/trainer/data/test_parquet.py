@@ -62,6 +62,10 @@ def test_a_column_that_differs_in_one_file_is_named(tmp_path):
     folder = write(tmp_path / "d", one=numbers(1), two=numbers(1).drop_columns(["b"]))
     with pytest.raises(ColumnError, match=r"two\.parquet: no column 'b'"):
         ParquetSource(folder, ["a", "b"])
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    write(folder, two=twice)
+    with pytest.raises(ColumnError, match=r"two\.parquet: several columns 'a'"):
+        ParquetSource(folder, ["a"])
     write(folder, two=pa.table({"a": pa.array(["x"])}))
     with pytest.raises(ColumnError, match=r"two\.parquet: column 'a' is string here"):
         ParquetSource(folder, ["a"])

@@ -49,9 +49,11 @@ class Suggestion:
 
     def yaml(self) -> str:
         """The parts as YAML, with the notes as comments."""
-        lines = [f"# {note}" for note in self.notes]
+        notes = list(self.notes)
         if self.label:
-            lines.append(f"# data.label: {{column: {self.label}}}, model.tasks: loss {self.loss}")
+            notes.append(f"data.label: {{column: {self.label}}}, model.tasks: loss {self.loss}")
+        # A column's name may hold line ends, which would end a comment.
+        lines = [f"# {' '.join(note.splitlines())}" for note in notes]
         for name in ("features", "embedding_tables"):
             lines.append(f"{name}:")
             for item in getattr(self, name):

@@ -9,7 +9,6 @@ a folder of `ratings.csv` and `movies.csv` is two.
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,8 @@ from trainer.data.manifest import MANIFEST_NAME, Manifest, read_footer, read_man
 from trainer.data.parquet import is_data_file
 from trainer.data.transforms import Moments
 from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, find_sources
-from trainer.datasets.io.csv_reader import read_blocks, whole_rows
-from trainer.errors import CorruptFileError, SourceMissingError
+from trainer.datasets.io.csv_reader import cells_of, read_blocks, whole_rows
+from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.storage import Location
 
 MAX_VALUES = 400_000
@@ -293,6 +292,9 @@ def _raw(location: Location) -> list[DataSet]:
     for file in _files(location):
         text = None if file.name.endswith(".parquet") else sniff_text(file)
         columns = text.columns if text else tuple(read_footer(file).schema.to_arrow_schema().names)
+        if len(set(columns)) < len(columns):
+            twice = next(name for name in columns if columns.count(name) > 1)
+            raise ColumnError(f"{file}: several columns '{twice}'; rename all but one")
         groups.setdefault((str(text and text.delimiter), *columns), []).append((file, text))
     return [
         DataSet(
@@ -327,7 +329,7 @@ def sniff_text(file: Location) -> TextFormat:
             f"{file}, line 1: not UTF-8; name Parquet files or text (csv, tsv)"
         ) from None
     delimiter = max(_DELIMITER_NAMES, key=first.count)
-    cells = next(csv.reader([first], delimiter=delimiter), [""])
+    cells = cells_of(first, delimiter, file) or [""]
     if len(cells) == NUM_COLUMNS and delimiter == "\t" and cells[0] in ("0", "1"):
         return TextFormat(delimiter, False, tuple(SCHEMA))
     made_up = tuple(f"column_{number}" for number in range(1, len(cells) + 1))

@@ -7,6 +7,7 @@ to say where. Raises a `DataError` that names file and line.
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 from collections import Counter
@@ -250,6 +251,8 @@ def parse_lines(
     without it the first of them raises `BadValueError` or `CorruptFileError`.
     """
     block = block.replace(b"\r\n", b"\n")
+    if first_line == 1:
+        block = block.removeprefix(codecs.BOM_UTF8)
     if (found := try_parse(block)) is not None:
         return found, np.arange(len(found))
     lines = block.removesuffix(b"\n").split(b"\n")

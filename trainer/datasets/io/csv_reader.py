@@ -174,6 +174,17 @@ def timestamp(name: str) -> CsvColumn:
     return CsvColumn(name, "a whole number", (-1, _YEAR_2100_S), rule)
 
 
+def cells_of(line: str, delimiter: str, source: Location) -> list[str]:
+    """Cells of the first line of `source`, none of a blank one; raises `CorruptFileError`."""
+    try:
+        return next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:
+        raise CorruptFileError(
+            f"{source}, line 1: it holds a carriage return, or a cell of more than "
+            f"{csv.field_size_limit()} characters; end lines by line feeds, and close every quote"
+        ) from None
+
+
 def _delimiter_hint(line: str, delimiter: str) -> str:
     others = [mark for mark in (",", ";", "\t", "|") if mark != delimiter and mark in line]
     if delimiter in line or not others:
@@ -206,7 +217,7 @@ class BlockReader:
                 f"{self.location} is missing; a MovieLens folder holds ratings.csv, movies.csv"
             )
         line = self._header.decode("utf-8-sig", errors="replace").rstrip("\r\n")
-        present = next(csv.reader([line], delimiter=self.delimiter), [])
+        present = cells_of(line, self.delimiter, self.location)
         for column in self.columns:
             if column.name not in present:
                 raise ColumnError(

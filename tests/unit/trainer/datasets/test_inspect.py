@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from hypothesis import given
@@ -24,7 +26,7 @@ from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.inspect import DataReport, inspect_data
 from trainer.datasets.profile import ColumnReport, ColumnSketch, find_data
-from trainer.errors import CorruptFileError, SourceMissingError, TooFewRowsError
+from trainer.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -231,10 +233,15 @@ def test_bad_files_are_named(tmp_path):
         ("b.parquet", b"PAR1 and no more", CorruptFileError, "is not a whole Parquet file"),
         ("c.csv", b"\xff\xfe\n", CorruptFileError, "line 1: not UTF-8"),
         ("d.csv", b"x,y\n", TooFewRowsError, "holds no rows"),
+        ("e.csv", b"x,y\r1,2\r", CorruptFileError, "line 1: .*end lines by line feeds"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(kind, match=f"{name}.*{message}"):
             inspect(tmp_path / name)
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    pq.write_table(twice, tmp_path / "f.parquet")
+    with pytest.raises(ColumnError, match=r"f\.parquet: several columns 'x'"):
+        inspect(tmp_path / "f.parquet")
     with pytest.raises(SourceMissingError, match="absent is missing"):
         inspect(tmp_path / "absent")
 
@@ -278,4 +285,6 @@ def test_notes_tell_what_training_cannot_use_and_json_holds_no_infinities(tmp_pa
     assert f"{infinite}data.on_bad_rows to quarantine" in notes
     for name in ("user id", "cost\n"):
         assert f"{name}: left out, its name is no identifier: rename it" in notes
+    spec = yaml.safe_load(invoke(tmp_path, "--spec").stdout)
+    assert [feature["name"] for feature in spec["features"]] == ["price"]
     assert [feature["name"] for feature in document["suggested"]["features"]] == ["price"]

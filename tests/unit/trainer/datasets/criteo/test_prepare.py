@@ -160,9 +160,11 @@ def test_hashed_ids_fill_their_range_and_leave_zero_to_empty_cells(days, tmp_pat
     assert (encode_ids(HashEncoder(1000, 1), raw)[:3] != hashed[:3]).all()
 
 
-def test_compressed_files_and_windows_line_ends_give_the_same_rows(days, whole, tmp_path):
+def test_compressed_files_and_those_of_windows_give_the_same_rows(days, whole, tmp_path):
     text = (days / "day_0").read_bytes() + (days / "day_1").read_bytes()
-    (tmp_path / "all.txt.gz").write_bytes(gzip.compress(text.replace(b"\n", b"\r\n")))
+    # With a mark of UTF-8 before the first line.
+    windows = b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n")
+    (tmp_path / "all.txt.gz").write_bytes(gzip.compress(windows))
     out = prepared(tmp_path / "all.txt.gz", tmp_path / "out", seed=1)
     assert rows_of(out, "validation").equals(rows_of(whole, "validation"))
     # Another seed gives another order.

@@ -80,6 +80,12 @@ def test_a_line_that_cannot_be_read_is_named_without_a_librarys_advice(tmp_path,
     assert not re.search("infer_schema|malformed", str(raised.value))
 
 
+def test_lines_that_end_by_carriage_returns_alone_are_refused(tmp_path):
+    path = write(tmp_path, "userId,rating,tag\r1,3,ok\r")
+    with pytest.raises(CorruptFileError, match=r"ratings\.csv, line 1: .*end lines by line feeds"):
+        read_csv(path)
+
+
 def test_a_header_alone_is_refused(tmp_path):
     with pytest.raises(CorruptFileError, match="has a header but no rows"):
         read_csv(write(tmp_path, "userId,rating,tag\n\n\n"))

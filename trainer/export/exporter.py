@@ -63,8 +63,16 @@ def features_document(spec: JobSpec, layout: RowLayout, kinds: Mapping[str, str]
 
     `kinds` are those of the training data's columns (`trainer.export.predict.raw_kind`).
     """
-    columns = input_columns(layout).items()
-    inputs = [_input(name, column, kinds.get(name)) for name, column in columns]
+    # An empty list, id 0, or a replacement stands for a missing value.
+    required = {
+        column.name
+        for column in layout.columns
+        if not (column.is_list or column.encoder is not None or column.is_replaced)
+    }
+    inputs = [
+        _input(name, column, kinds.get(name), name in required)
+        for name, column in input_columns(layout).items()
+    ]
     return {
         "inputs": inputs,
         "features": [feature.model_dump(exclude_defaults=True) for feature in spec.features],
@@ -86,7 +94,7 @@ def features_document(spec: JobSpec, layout: RowLayout, kinds: Mapping[str, str]
     }
 
 
-def _input(name: str, column: InputColumn, kind: str | None) -> dict[str, Any]:
+def _input(name: str, column: InputColumn, kind: str | None, is_required: bool) -> dict[str, Any]:
     bounds: dict[str, Any] = {"num_ids": column.num_ids} if column.num_ids else {}
     stated = kind if column.encoder else "integer" if column.num_ids else "number"
     if stated == FLOAT32:
@@ -99,8 +107,7 @@ def _input(name: str, column: InputColumn, kind: str | None) -> dict[str, Any]:
         "name": name,
         "kind": stated,
         "wanted": wanted_kind(column, kind),
-        # An empty list, id 0, or a replacement stands for a missing value.
-        "is_required": not (column.is_list or column.encoder is not None or column.is_replaced),
+        "is_required": is_required,
         "read_by": column.field,
         **bounds,
     }

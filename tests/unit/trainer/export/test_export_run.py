@@ -393,6 +393,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table, Re
     (folder / "data" / "validation" / "part-1.parquet").write_bytes(content)
     document = spec_document(folder / "data")
     document["data"]["on_bad_rows"] = "quarantine"
+    document["features"].append({"name": "raw_score", "type": "dense", "column": "score"})
     score = {"name": "score", "type": "id", "table": "users"}
     document["features"].append(score | {"bucketize": {"boundaries": [0.7, 3.3]}})
     run_dir = write_run(folder / "run", validate_spec(document), 3)
@@ -411,6 +412,10 @@ def test_a_number_sent_as_json_falls_into_the_bucket_of_training(scored: Any) ->
     np.testing.assert_allclose(as_json, predictor.predict(table)["stars"], rtol=0, atol=1e-5)
     (score,) = [each for each in predictor.features["inputs"] if each["name"] == "score"]
     assert (score["kind"], score["wanted"], score["precision"]) == ("number", "a number", "float32")
+    # A bucket has an id for what is missing; the dense feature of the same column has none.
+    assert score["is_required"]
+    with pytest.raises(BadRow, match="'score': is missing"):
+        predictor.predict([dicts[0] | {"score": None}])
 
 
 def test_rows_that_training_leaves_out_are_not_compared(scored: Any) -> None:

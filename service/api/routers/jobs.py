@@ -97,9 +97,7 @@ def submit(
         sized = check_data(spec)
         response.status_code = status.HTTP_200_OK
         return plan_of(sized, hosts_for(context.backend, spec), most_workers(spec, context))
-    began_at = time.time()
     job = _create(spec, body.secrets, idempotency_key, principal, context, force=force)
-    context.tracing.submitted(job, began_at)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return with_etag(job, context, response)
 
@@ -118,6 +116,7 @@ def _create(
         if not force:
             check_fits([sized], context)
 
+    began_at = time.time()
     job = submit_job(
         context.store,
         spec,
@@ -134,6 +133,7 @@ def _create(
         runs_shared=context.settings.runs_shared,
         parent=parent,
     )
+    context.tracing.submitted(job, began_at)
     context.reconciler.wake()
     return job
 

@@ -175,6 +175,17 @@ def test_the_trace_of_a_job_begins_with_its_submission_and_holds_its_attempts() 
     assert spans["ingest"].attributes["shardloom.num_events"] == 3
 
 
+def test_a_clone_begins_a_trace_of_its_own(api: Api) -> None:
+    exporter, context = InMemorySpanExporter(), api.http.app.state.context  # type: ignore[attr-defined]
+    tracing = Tracing(exporter)
+    object.__setattr__(context, "tracing", tracing)
+    first = api.submit()
+    clone = api.http.post(f"/v1/jobs/{first}:clone", json={}).json()["id"]
+    tracing.close()
+    begun = [span.attributes["shardloom.job_id"] for span in exporter.get_finished_spans()]
+    assert begun == [first, clone]
+
+
 def test_a_repeated_submission_begins_no_second_trace() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)

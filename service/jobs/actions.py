@@ -31,7 +31,14 @@ from service.domain.lifecycle import (
     request_resume,
 )
 from service.domain.membership import current_membership, sizes_of_job
-from service.domain.models import Checkpoint, Job, JobStatus, RemainingPath, TimelineEvent
+from service.domain.models import (
+    Checkpoint,
+    Job,
+    JobStatus,
+    QueueState,
+    RemainingPath,
+    TimelineEvent,
+)
 from service.domain.sharding import STARTED, newest_workers
 from service.domain.timeline import DRAIN, RESIZE, RESIZE_KINDS, latest_resize_request
 from service.jobs.run_storage import (
@@ -385,7 +392,13 @@ def _legal_sizes(job: Job) -> range:
     sizes = job.spec.parallelism
     group = _group_size(job)
     fewest = max(sizes.min_workers, sizes.num_hosts_needed * group, group)
-    return range(math.ceil(fewest / group) * group, sizes.world_size + 1, group)
+    return range(math.ceil(fewest / group) * group, _most_workers(job) + 1, group)
+
+
+def _most_workers(job: Job) -> int:
+    """The most workers of a job in this attempt, as its quota left them when that started."""
+    most = job.spec.parallelism.world_size
+    return min(most, QueueState.of(job).max_workers or most)
 
 
 def check_size(job: Job, num_workers: int) -> None:
@@ -403,6 +416,9 @@ def check_size(job: Job, num_workers: int) -> None:
     why += f" in groups of {legal.step}"
     if sizes.num_hosts_needed:
         why += f", and survive needs {sizes.num_hosts_needed} groups"
+    if (most := _most_workers(job)) < sizes.world_size:
+        why += f", and the quota of project {job.project} left it {most} when it started: raise it"
+        why += ", then pause and resume the job"
     first = ", ".join(map(str, legal[:_MAX_LISTED]))
     rest = f", ... {legal[-1]}" if legal[_MAX_LISTED:] else ""
     message = f"{num_workers} workers do not fit: {why}; possible: {first}{rest}"

@@ -112,6 +112,15 @@ def test_a_size_that_does_not_fit_is_refused_with_those_that_do(api: Api) -> Non
     assert not request_path(api, job_id).exists()
 
 
+def test_a_size_beyond_what_the_quota_left_the_attempt_is_refused(api: Api) -> None:
+    api.http.put("/v1/projects/default", json={"max_workers": 6})
+    job_id = running(api)
+    detail = problem_in(resize(api, job_id, 8), 422, "invalid_request")["detail"]
+    assert "the quota of project default left it 6" in detail
+    assert detail.endswith("possible: 4, 6")
+    assert resize(api, job_id, 6).status_code == 202
+
+
 def test_a_refusal_lists_a_few_of_many_sizes(api: Api) -> None:
     job_id = running(api, workers={"min": 2, "max": MAX_WORKERS})
     (fault,) = problem_in(resize(api, job_id, 5), 422, "invalid_request")["fields"]

@@ -202,6 +202,7 @@ class GroupAgent:
         with self._changed:
             if not self._is_closed:
                 self._is_closed = True
+                self._is_over |= refusal.reason == "dismissed"
                 self.tell_all(refusal)
                 self._changed.notify_all()
 

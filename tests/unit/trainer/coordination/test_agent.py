@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,13 @@ import pytest
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer.coordination import client
 from trainer.coordination.agent import Disagreement, GroupAgent, merged
-from trainer.coordination.client import CoordinatorClient, Identity, Refused
+from trainer.coordination.client import CoordinatorClient, Dismissed, Identity, Refused
 from trainer.coordination.messages import (
     Arrive,
     Hello,
     Ledger,
     RankProcess,
+    Rejection,
     Report,
     Vote,
 )
@@ -115,6 +117,32 @@ def test_a_rank_looks_for_its_agent_until_it_finds_it_and_ends_with_it(monkeypat
             joining.result(scaled(10))
     rank.close()
     assert len(tries) == 3
+
+
+def test_the_agent_of_a_spare_that_is_dismissed_lets_its_other_ranks_end_first(monkeypatch) -> None:
+    members = [replace(FIRST, rank=rank, num_ranks=2) for rank in range(2)]
+    agent = GroupAgent(members[0], nowhere, 1.0, TOKEN)
+    ranks = [
+        CoordinatorClient(member, lambda: agent.address, 1.0, TOKEN, is_agent=True)
+        for member in members
+    ]
+    given_up: list[str] = []
+    ranks[1].on_refusal = given_up.append
+    left: list[list[int]] = []
+    close = agent._server.close
+    monkeypatch.setattr(agent._server, "close", lambda: (left.append([*agent._links]), close()))
+    with ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(rank.join, "spare", "", Ledger(), "") for rank in ranks]
+        wait_for(lambda: len(agent._links) == 2, "the ranks are connected")
+        agent.reject(Rejection(reason="dismissed", message="not wanted"))
+        for each in joining:
+            with pytest.raises(Dismissed, match="not wanted"):
+                each.result(scaled(10))
+        ranks[0].close()
+        closing = pool.submit(agent.close)
+        ranks[1].close()
+        closing.result(scaled(10))
+    assert (left, given_up) == ([[]], [])
 
 
 def test_a_rank_that_finds_no_agent_says_so(monkeypatch) -> None:

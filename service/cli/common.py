@@ -153,7 +153,12 @@ def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomCli
 
 def print_json(value: object) -> None:
     """Print one JSON document on standard output, with models at any depth."""
-    typer.echo(json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=False))
+    typer.echo(json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=not _shows_all()))
+
+
+def _shows_all() -> bool:
+    """Whether standard output can carry every character."""
+    return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
 
 
 def print_answer(
@@ -195,8 +200,13 @@ def read_spec(source: str, overrides: Sequence[str] | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise typer.BadParameter(f"cannot read the spec {source!r}: {reason}") from None
-    document = apply_overrides(parse_document(text), overrides or ())
-    return absolute_data_path(document)
+    document = parse_document(text)
+    if not isinstance(document, dict):
+        what = "is empty" if document is None else "is no mapping of fields"
+        message = f"{what}; one begins as in `name: my-job`"
+        raise SpecError([FieldProblem("spec", "type", message)])
+    changed: dict[str, Any] = absolute_data_path(apply_overrides(document, overrides or ()))
+    return changed
 
 
 def absolute_data_path(document: Any) -> Any:

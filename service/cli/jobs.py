@@ -74,8 +74,8 @@ def ps(
         name=name,
         project=project,
         labels=dict(_split_label(each) for each in label or ()),
-        created_after=since.timestamp() if since else None,
-        created_before=until.timestamp() if until else None,
+        created_after=_unix_s(since),
+        created_before=_unix_s(until),
     )
     jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
     shown = jobs if show_all else jobs[:DEFAULT_NUM_JOBS]
@@ -83,6 +83,13 @@ def ps(
     print_answer(shown, jobs_table(shown, time.time()), as_json=as_json, empty=empty)
     if len(shown) < len(jobs) and not as_json:
         console().print(Text("there are more: shardloom ps --all", style="dim"))
+
+
+def _unix_s(moment: datetime | None) -> float | None:
+    try:
+        return None if moment is None else moment.timestamp()
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{moment} is before all jobs; give a later time") from None
 
 
 def _split_label(label: str) -> tuple[str, str]:

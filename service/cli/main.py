@@ -8,6 +8,8 @@ environment: `service.settings`. SHARDLOOM_URL names the service to talk to.
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Annotated
@@ -132,6 +134,10 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # None where the caller closed it. Not every terminal has the letters of every text.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     build_app()()
 
 

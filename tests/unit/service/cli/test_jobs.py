@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from service.client.client import ShardloomClient
 from service.dashboard import fragments
 from service.domain.metrics import MEMORY_PARTS
 from service.schemas.wording import NOTHING, TIMES
+from tests.conftest import REPO
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -102,6 +104,11 @@ def test_an_unknown_job_is_refused_with_a_way_on(service):
     assert result.exit_code == 2
     assert "no job has the id or name 'nobody'" in result.stderr
     assert "shardloom ps" in result.stderr
+
+
+def test_a_time_before_all_times_is_refused(service):
+    result = shardloom("ps", "--since", "0001-01-01", "--until", "0001-01-02")
+    assert result.exit_code == 2, result.output
 
 
 def test_an_unreachable_service_is_named_with_a_way_to_start_it(service):
@@ -193,6 +200,29 @@ def test_spec_check_lists_every_fault_and_needs_no_service(spec_file):
     assert (missing.exit_code, "nowhere.yaml" in missing.stderr) == (2, True)
     schema = json.loads(shardloom("spec", "schema").stdout)
     assert "embedding_tables" in schema["properties"]
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "is empty"), ("job", "no mapping"), ("[1]", "no")])
+def test_a_text_that_is_no_spec_is_refused_before_anything_is_sent(service, text, said):
+    for command in (("submit", "-"), ("plan", "-", "--set", "name=x"), ("run", "-")):
+        result = shardloom(*command, stdin=text)
+        assert (result.exit_code, said in result.stderr) == (2, True), result.output
+    assert service.requests == []
+
+
+def test_a_terminal_that_lacks_letters_shows_the_rest(spec_file):
+    command = ["plan", spec_file, "--scale", "2..8", "--cluster", "2xH100-80GB x 4"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for options in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "service.cli", *command, *options],
+            env=environment,
+            cwd=REPO,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"GPUs" in done.stdout or json.loads(done.stdout)
 
 
 def test_plan_scale_estimates_each_size_without_a_service(service, spec_file):

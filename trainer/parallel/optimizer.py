@@ -134,7 +134,9 @@ def dense_optimizer(model: nn.Module, spec: DenseOptimizerSpec) -> KeyedOptimize
             del dense[name]
     kind = _DENSE_OPTIMIZERS[spec.name]
     return KeyedOptimizerWrapper(
-        dense, lambda params: kind(params, lr=spec.lr, weight_decay=spec.weight_decay)
+        dense,
+        # As a group, which may be without parameters.
+        lambda params: kind([{"params": params}], lr=spec.lr, weight_decay=spec.weight_decay),
     )
 
 

@@ -18,7 +18,15 @@ import torch.distributed as dist
 
 from tests.harness.files import replace_values
 from tests.harness.ranks import run_in_turn, run_ranks
-from tests.harness.sessions import make_config, next_run, open_session, told, train_session
+from tests.harness.sessions import (
+    assert_alike,
+    load_session,
+    make_config,
+    next_run,
+    open_session,
+    told,
+    train_session,
+)
 from tests.harness.small_model import NoHostReads, dense_parameters
 from trainer import failures, fault_injection
 from trainer.checkpoint.save_load import list_committed
@@ -256,6 +264,36 @@ def test_whatever_a_network_holds_one_averaging_serves_sync_validation_and_save(
         torch.testing.assert_close(rank["dense"], ranks[0]["dense"], atol=0, rtol=0)
         # All ranks measure one model.
         torch.testing.assert_close(rank["buffers"], ranks[0]["buffers"], atol=0, rtol=0)
+
+
+class Factorised(torch.nn.Module):
+    """A user's network that has tables and nothing else."""
+
+    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+        super().__init__()
+        self.tables = SparseArch(spec, device)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.tables(batch.sparse, batch.sequences).prod(dim=1).sum(dim=1, keepdim=True)
+        return ((found - batch.label) ** 2 * batch.weight[:, None]).mean(), found
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "sgd"])
+def test_a_network_of_tables_alone_trains_and_is_loaded(
+    small_movielens: Path, tmp_path: Path, optimizer: str
+) -> None:
+    config = make_config(
+        small_movielens,
+        tmp_path,
+        f"model={{module: '{__name__}:Factorised', tasks: [{{name: rating, loss: mse}}]}}",
+        f"optimizer.dense.name={optimizer}",
+        "parallelism.dense=at_sync",
+        "training.clip_norm=1.0",
+        "training.max_steps=6",
+    )
+    trained = run_ranks(train_session, 4, config)
+    assert all(rank["moved"] for rank in trained)
+    assert_alike(run_ranks(load_session, 4, next_run(config)), trained)
 
 
 def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_left(

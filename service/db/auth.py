@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from sqlalchemy import RowMapping, delete, insert, select, update
+from sqlalchemy import BigInteger, RowMapping, delete, insert, literal, select, update
 
 from service.db.engine import Transactions
 from service.db.tables import (
@@ -128,7 +128,7 @@ class KeyStore(Transactions):
         """Lines that fit, newest first, with an id below `before`."""
         query = select(audit_log).order_by(audit_log.c.id.desc()).limit(limit)
         if before is not None:
-            query = query.where(audit_log.c.id < before)
+            query = query.where(audit_log.c.id < literal(before, BigInteger))
         for name in ("actor", "action", "object"):
             if (value := getattr(wanted, name)) is not None:
                 query = query.where(audit_log.c[name] == value)

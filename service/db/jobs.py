@@ -24,12 +24,14 @@ from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     Connection,
     Engine,
     RowMapping,
     Table,
     delete,
+    literal,
     select,
     text,
     update,
@@ -294,7 +296,8 @@ class JobStore(Transactions):
         self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Sequence[str] = ()
     ) -> list[TimelineEvent]:
         """Timeline events with an id above `after`, in order: of some kinds, or of all."""
-        query = select(timeline).where(timeline.c.job_id == job_id, timeline.c.id > after)
+        is_after = timeline.c.id > literal(after, BigInteger)
+        query = select(timeline).where(timeline.c.job_id == job_id, is_after)
         if kinds:
             query = query.where(timeline.c.kind.in_(kinds))
         found = self.rows(query.order_by(timeline.c.id).limit(limit))

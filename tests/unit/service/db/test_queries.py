@@ -13,13 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import event, func, insert, select
 
+from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.metrics import prune
 from service.db.queries import JobFilter, MetricBound
 from service.db.tables import job_secrets, metadata
+from service.domain.auth import AuditFilter
 from service.domain.models import Attempt, Job, JobStatus
 from service.errors import AttemptNotFound, JobNotFound
-from tests.harness.builders import NOW, attempt_of, batch, checkpoint, metrics, queued_job
+from tests.harness.builders import (
+    NOW,
+    attempt_of,
+    audit_record,
+    batch,
+    checkpoint,
+    metrics,
+    queued_job,
+)
 from tests.harness.databases import store_attempt, store_job
 from tests.harness.properties import examples
 
@@ -51,6 +61,14 @@ def test_the_columns_of_the_queue_read_back(store: JobStore) -> None:
 
 
 # ---- lists
+
+
+def test_pages_behind_the_largest_id_are_empty(store: JobStore) -> None:
+    job = _stored(store)
+    keys, largest = KeyStore(store.engine), 2**63 - 1
+    keys.append_audit([audit_record()])
+    assert store.list_timeline(job.id, after=largest) == []
+    assert len(keys.list_audit(AuditFilter(), before=largest)) == 1
 
 
 def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) -> None:

@@ -231,9 +231,12 @@ class WebhookStore(Transactions):
 
 def _note_end(connection: Connection, webhook_id: str, outcome: Outcome) -> None:
     """Count failed deliveries in a row, and switch off a webhook that nothing reaches."""
+    known = webhooks.c.num_dead_in_a_row
     is_dead = outcome.state is DeliveryState.DEAD
-    num_dead = _read(connection, webhook_id).num_dead_in_a_row + 1 if is_dead else 0
-    _change(connection, webhook_id, num_dead_in_a_row=num_dead)
+    counted = update(webhooks).where(webhooks.c.id == webhook_id)
+    # By the database: other deliveries end at the same time.
+    counted = counted.values(num_dead_in_a_row=known + 1 if is_dead else 0).returning(known)
+    num_dead = connection.execute(counted).scalar_one_or_none() or 0
     if outcome.disables(num_dead):
         note = f"switched off after {num_dead} deliveries in a row failed: {outcome.message}"
         _change(connection, webhook_id, is_active=False, note=note)

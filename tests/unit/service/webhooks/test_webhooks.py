@@ -6,6 +6,8 @@ import asyncio
 import base64
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from service.domain.webhooks import (
     Answer,
     Claimed,
     DeliveryState,
+    Outcome,
     Webhook,
     after_try,
     new_secret,
@@ -137,6 +140,21 @@ def test_a_metric_that_is_no_number_is_null_in_a_message(
     [delivery] = outbox.list_deliveries(hook.id)
     body = json.loads(delivery.body, parse_constant=pytest.fail)
     assert body["data"]["data"]["metrics"] == dict.fromkeys(told) | {"train/rows": 1.0}
+
+
+def test_deliveries_that_die_at_once_are_all_counted(outbox: WebhookStore) -> None:
+    hook, num, died = _webhook(outbox), 4, Outcome(DeliveryState.DEAD, NOW, 500, "down")
+    ids = [outbox.add_test(hook.id, "{}", NOW).id for _ in range(num)]
+    together = threading.Barrier(num)
+
+    def settle(delivery_id: int) -> None:
+        together.wait()
+        outbox.settle(delivery_id, died, NOW)
+
+    for times in range(1, 4):
+        with ThreadPoolExecutor(num) as threads:
+            list(threads.map(settle, ids))
+        assert outbox.get(hook.id).num_dead_in_a_row == times * num
 
 
 def test_a_claimed_delivery_is_nobody_elses_until_the_claim_runs_out(

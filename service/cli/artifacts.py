@@ -98,6 +98,8 @@ def export(
         return
     assert job is not None
     with common.open_client(url) as client:
+        # A newer job may get the name while the export is made.
+        job = client.get_job(job).id
         asked = client.request_export(job, checkpoint=checkpoint, quantize=quantize)
         if not as_json:
             print_hint(f"export {asked.id} is asked for")
@@ -225,6 +227,8 @@ def logs(
     else:
         # Ctrl-C is the usual way out of a log that goes on.
         with contextlib.suppress(KeyboardInterrupt):
+            # A newer job may get the name while this one is followed.
+            job = client.get_job(job).id if follow else job
             lines: Iterable[LogLine] = (
                 client.follow_logs(job, **wanted)
                 if follow
@@ -279,6 +283,9 @@ def trace(
 
     The files are gzipped traces in Chrome's format: open them at https://ui.perfetto.dev.
     """
+    if wait or out is not None:
+        # A newer job may get the name while the trace is written.
+        job = client.get_job(job).id
     requested = client.request_trace(job, num_steps=steps, ranks=rank or (0,))
     if not wait and out is None:
         hint = f"the trace is asked for; `shardloom traces {job}` lists it once it is written"

@@ -153,8 +153,11 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         """Block until the job has ended and return it; raises `TimeoutError` after `timeout_s`.
 
         A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
+        It is the job that has the name when this is called, whatever gets the name meanwhile.
         """
-        for found in self._polled(job_path(job), JobDetail, timeout_s, poll_s, patience_s):
+        for found in self._polled(
+            job_path(job), JobDetail, timeout_s, poll_s, patience_s, _path_of_job
+        ):
             if found.status.is_terminal:
                 return found
         raise TimeoutError(f"job {found.id} is {found.status} after {timeout_s} s")
@@ -317,10 +320,13 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         poll_s: float = 0.5,
     ) -> list[Trace]:
         """Block until everything that a request asked for is written; raises `TraceLost`."""
-        jobs = self._polled(job_path(job), JobDetail, timeout_s, poll_s)
-        # Each after the job, so that what was written before it ended is found.
-        pages = self._polled(job_path(job, "traces"), Page[Trace], timeout_s, 0.0)
-        for found, page in zip(jobs, pages, strict=False):
+        deadline = self._clock() + timeout_s
+        for found in self._polled(
+            job_path(job), JobDetail, timeout_s, poll_s, PATIENCE_S, _path_of_job
+        ):
+            # After the job, so that what was written before it ended is found.
+            path = job_path(found.id, "traces")
+            page = self._get(path, Page[Trace], patience_s=PATIENCE_S, deadline=deadline)
             written = {t.name: t for t in page.items if t.attempt_id == requested.attempt_id}
             if written.keys() >= set(requested.names):
                 return [written[name] for name in requested.names]
@@ -380,6 +386,10 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
             return self._http.get("/healthz", timeout=2.0).is_success
         except httpx.TransportError:
             return False
+
+
+def _path_of_job(job: JobDetail) -> str:
+    return job_path(job.id)
 
 
 def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:

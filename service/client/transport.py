@@ -224,10 +224,12 @@ class Connection:
         timeout_s: float | None,
         poll_s: float,
         patience_s: float = PATIENCE_S,
+        path_of_found: Callable[[Answer], str] | None = None,
     ) -> Iterator[Answer]:
         """Answers of a path, one every `poll_s`, until `timeout_s` are over.
 
         A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
+        After the first answer it is the path that `path_of_found` makes of it.
         """
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         is_answered = False
@@ -239,6 +241,8 @@ class Connection:
                     return
                 raise
             is_answered = True
+            if path_of_found is not None:
+                path = path_of_found(found)
             yield found
             if self._clock() >= deadline:
                 return

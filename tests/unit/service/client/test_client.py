@@ -279,6 +279,19 @@ def test_an_export_is_waited_for_no_longer_than_asked() -> None:
     assert away.clock.now < 16.0
 
 
+def test_a_wait_is_for_the_job_that_had_the_name_when_it_began() -> None:
+    one, traces = job_body(id="job-1"), {"items": [trace_body(0), trace_body(1)]}
+    script = Script(ok(one), ok(job_body(id="job-1", status="FAILED")))
+    assert script.client().wait("ratings").status is JobStatus.FAILED
+    assert [each.url.path for each in script.requests] == ["/v1/jobs/ratings", "/v1/jobs/job-1"]
+    script = Script(ok(one), ok({"items": []}), ok(one), ok(traces))
+    assert len(script.client().wait_for_traces("ratings", REQUESTED)) == 2
+    assert {each.url.path for each in script.requests[1:]} == {
+        "/v1/jobs/job-1",
+        "/v1/jobs/job-1/traces",
+    }
+
+
 def test_waiting_keeps_to_its_time_limit():
     with pytest.raises(TimeoutError, match="RUNNING"):
         Script(ok(job_body())).client().wait("ratings", timeout_s=0.0)

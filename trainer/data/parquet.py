@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _MAX_KEPT_FOOTERS = 256
 # Requests under way at once: each waits for most of its time.
 _NUM_REQUESTS = 16
+# Of a mean of numbers of 64 bits, as a share of it.
+_ROUNDING = 1e-13
 
 
 class ParquetSource:
@@ -237,7 +239,7 @@ def _parquet_files(folder: Location) -> list[Location]:
 def mean_and_deviation(
     folder: Location | Path, column: str, *, skip_unreadable: bool = False
 ) -> tuple[float, float]:
-    """Mean and population deviation of a number column; null and NaN are left out.
+    """Mean and population deviation of a number column, 0 of a constant; null and NaN left out.
 
     One pass over that column, a row group at a time; with `skip_unreadable` without those that are
     damaged. Raises a `DataError`.
@@ -255,4 +257,6 @@ def mean_and_deviation(
         found += Moments.of(values)
     if not found.count:
         raise TooFewRowsError(f"{folder}: column '{column}' holds no number to standardise by")
-    return found.mean, found.deviation
+    # What the mean is off by for its rounding is no deviation of a constant column.
+    is_constant = found.deviation <= _ROUNDING * abs(found.mean)
+    return found.mean, 0.0 if is_constant else found.deviation

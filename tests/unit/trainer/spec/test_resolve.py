@@ -150,6 +150,9 @@ def test_large_numbers_with_gaps_are_measured_exactly(tmp_path):
     pq.write_table(pa.table({"x": values}), tmp_path / "part.parquet", row_group_size=2)
     mean, std = mean_and_deviation(tmp_path, "x")
     assert (mean, std) == (1e9 + 3, pytest.approx((8 / 3) ** 0.5))
+    # The mean of a thousand times 0.1 is a little off 0.1.
+    pq.write_table(pa.table({"x": [0.1] * 1000}), tmp_path / "part.parquet")
+    assert mean_and_deviation(tmp_path, "x") == (pytest.approx(0.1), 0)
     pq.write_table(pa.table({"x": pa.nulls(3, pa.float64())}), tmp_path / "part.parquet")
     with pytest.raises(TooFewRowsError, match="column 'x' holds no number"):
         mean_and_deviation(tmp_path, "x")

@@ -173,6 +173,9 @@ def test_a_bad_value_names_its_row_and_column(exported: Path) -> None:
         predictor.predict([good | {"tags": [1, 2]}])
     table = rows()
     table = table.set_column(table.column_names.index("user"), "user", table["colour"])
+    off = rows().set_column(rows().column_names.index("mean"), "mean", table["colour"])
+    with pytest.raises(ColumnError, match="'mean' in the table is string, not a number"):
+        predictor.predict(off)
     with pytest.raises(ColumnError, match="user"):
         predictor.predict(table)
 

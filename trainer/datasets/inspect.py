@@ -94,7 +94,7 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
 
 
 def _find_label(columns: Sequence[ColumnReport]) -> str | None:
-    names = {column.name.lower(): column.name for column in columns}
+    names = {column.name.lower(): column.name for column in columns if column.kind != "other"}
     named = [names[name] for name in _LABEL_NAMES if name in names]
     return next(iter(named or (column.name for column in columns if column.is_binary)), None)
 
@@ -106,7 +106,7 @@ def _unusable(column: ColumnReport) -> str | None:
     if _TIME_NAME.search(column.name.lower()):
         return "a time: derive features from it"
     if column.kind == "other":
-        return "neither a number nor text"
+        return "neither a number nor text: store it as one"
     if column.num_nulls == column.num_rows:
         return "nothing but nulls"
     if column.num_distinct <= 1 and column.num_nulls == 0 and column.lists is None:

@@ -163,10 +163,8 @@ class ColumnSketch:
 
     def _as_numbers(self, values: pl.Series) -> pl.Series | None:
         """The values as numbers, or None where they are none; notes what they are instead."""
-        if values.dtype.is_numeric():
+        if values.dtype.is_numeric() and not values.dtype.is_decimal():
             return values
-        if values.dtype == pl.Boolean:
-            return values.cast(pl.Int64)
         if values.dtype != pl.String:
             self._kinds = []
             return None

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import shutil
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,9 @@ def test_text_of_numbers_is_taken_for_numbers():
         ("number", ["1", "2"], ["3.5"]),
         ("text", ["1", "2"], ["x3"]),
         ("text", ["a"], ["1"]),
-        ("integer", [True, False]),
+        # Training reads neither as numbers.
+        ("other", [True, False]),
+        ("other", [Decimal("1.5"), Decimal("2")]),
         ("other", [b"raw"]),
     ):
         assert sketch_of(*parts).kind == kind
@@ -225,6 +228,16 @@ def test_raw_numbers_are_standardised_by_what_was_found(tmp_path):
     (feature,) = inspect(tmp_path)[0].suggestion.features
     found = {"mean": 2.5, "std": pytest.approx(0.816497), "missing": 2.5}
     assert feature == {"name": "price", "type": "dense", "transform": "standardise"} | found
+
+
+def test_no_column_is_suggested_that_training_refuses(tmp_path):
+    frame = pl.DataFrame({"price": [1.5, 2.5], "label": [True, False], "is_new": [True, False]})
+    frame.write_parquet(tmp_path / "a.parquet")
+    suggestion = inspect(tmp_path)[0].suggestion
+    assert suggestion.label is None
+    assert [feature["name"] for feature in suggestion.features] == ["price"]
+    refused = "left out, neither a number nor text: store it as one"
+    assert {f"label: {refused}", f"is_new: {refused}"} < set(suggestion.notes)
 
 
 def test_bad_files_are_named(tmp_path):

@@ -24,7 +24,6 @@ from rich.progress import Progress, ProgressColumn, TaskID, TimeElapsedColumn
 from trainer.protocol.run_dir import file_record, write_whole
 
 JOURNAL_NAME = "journal.jsonl"
-UNFINISHED_JOURNAL_NAME = f".{JOURNAL_NAME}.partial"
 Facts = dict[str, Any]
 
 

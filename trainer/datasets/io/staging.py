@@ -41,7 +41,6 @@ from trainer.data.manifest import (
 )
 from trainer.datasets.io.journal import (
     JOURNAL_NAME,
-    UNFINISHED_JOURNAL_NAME,
     Facts,
     Journal,
     Part,
@@ -103,7 +102,10 @@ def write_partition(
 
 
 _UPLOADS = "uploads.txt"
-_UPLOADS_NAMES = (_UPLOADS, f".{_UPLOADS}.partial")
+# What `write_whole` leaves where it is killed.
+_UNFINISHED = re.compile(
+    rf"\.({re.escape(JOURNAL_NAME)}|{re.escape(_UPLOADS)})\.[0-9a-f]+\.partial"
+)
 
 
 def _uploads_in(folder: Path) -> frozenset[str]:
@@ -292,7 +294,7 @@ def staged(
     _make_private(folder)
     with _alone_in(folder):
         _check_ours(folder)
-        journal = Journal(folder, {"out": str(out), **work}, keep=_UPLOADS_NAMES)
+        journal = Journal(folder, {"out": str(out), **work}, keep=(_UPLOADS,))
         staging = Staging(out, journal)
         try:
             yield staging
@@ -389,8 +391,8 @@ def _check_ours(folder: Path) -> None:
 
     The journal itself may be missing: a kill can come while it is first written or removed.
     """
-    ours = {_RESULT, _SCRATCH, JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, *_UPLOADS_NAMES}
-    if strangers := sorted({path.name for path in folder.iterdir()} - ours):
+    names = {path.name for path in folder.iterdir()} - {_RESULT, _SCRATCH, JOURNAL_NAME, _UPLOADS}
+    if strangers := sorted(name for name in names if not _UNFINISHED.fullmatch(name)):
         raise OutputExistsError(
             f"{folder} holds '{strangers[0]}', so it is not ours to empty; remove or rename it"
         )

@@ -176,7 +176,7 @@ def test_what_a_kill_leaves_without_a_journal_is_cleared_and_what_is_not_ours_sp
     csv_folder, whole, tmp_path
 ):
     working = tmp_path / ".out.partial"
-    for left in ("scratch/units/00000.arrow", ".journal.jsonl.partial", "thesis.txt"):
+    for left in ("scratch/units/00000.arrow", ".journal.jsonl.0a1b2c3d.partial", "thesis.txt"):
         (working / left).parent.mkdir(parents=True, exist_ok=True)
         (working / left).write_text("half")
         if left == "thesis.txt":

@@ -64,7 +64,8 @@ def parse_document(text: str) -> Any:
         raise SpecError([FieldProblem(where, "syntax", str(problem))]) from None
     except RecursionError:
         raise SpecError([FieldProblem("spec", "syntax", "nested too deeply")]) from None
-    except ValueError as error:  # a date or a number that is none
+    except (ValueError, LookupError, AttributeError) as error:
+        # PyYAML's words for what is not of the type that its tag says, as `!!int x`.
         raise SpecError([FieldProblem("spec", "syntax", f"a value is wrong: {error}")]) from None
 
 

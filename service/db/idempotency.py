@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy import ColumnElement, delete, select, tuple_, update
 
 from service.db.engine import Transactions, insert_for
 from service.db.tables import answers
@@ -34,10 +34,13 @@ class IdempotencyStore(Transactions):
         self, principal: str, key: str, request_hash: str, now: float
     ) -> StoredResponse | None:
         """Store that a request is carried out; returns the earlier one with its key, if any."""
+        is_over = answers.c.created_at < now - KEPT_S
+        is_abandoned = answers.c.status.is_(None) & (answers.c.created_at < now - ABANDONED_S)
+        row = (answers.c.principal, answers.c.key)
+        # By itself, and without those that others delete: or two such requests wait for each other.
+        old = select(*row).where(is_over | is_abandoned).with_for_update(skip_locked=True)
+        self.execute(delete(answers).where(tuple_(*row).in_(old)))
         with self.write() as connection:
-            is_over = answers.c.created_at < now - KEPT_S
-            is_abandoned = answers.c.status.is_(None) & (answers.c.created_at < now - ABANDONED_S)
-            connection.execute(delete(answers).where(is_over | is_abandoned))
             insert = insert_for(connection.dialect, answers).values(
                 principal=principal, key=key, request_hash=request_hash, created_at=now
             )

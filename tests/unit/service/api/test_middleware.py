@@ -513,6 +513,17 @@ def test_a_request_begins_where_the_one_before_fails_at_that_moment(store: JobSt
     assert kept.begin("me", "k", "other", now=1002.0) == StoredResponse("other")
 
 
+@pytest.mark.every_database
+def test_a_request_waits_for_nobody_who_forgets_old_answers(store: JobStore) -> None:
+    kept = IdempotencyStore(store.engine)
+    kept.begin("me", "old", "hash", now=1000.0)
+    with store.read() as connection:
+        connection.execute(select(answers).with_for_update())
+        assert kept.begin("me", "new", "hash", now=1001.0 + KEPT_S) is None
+    assert kept.begin("me", "new", "hash", now=1002.0 + KEPT_S) == StoredResponse("hash")
+    assert len(kept.rows(select(answers))) == 1
+
+
 def test_an_answer_is_forgotten_after_a_day_and_known_to_nobody_else(store: JobStore) -> None:
     kept = IdempotencyStore(store.engine)
     now = time.time()

@@ -132,16 +132,14 @@ def decide(policy: GroupPolicy, view: View) -> list[Action]:
     staying, spares = view.staying, view.spares
     moving = [g for g in view.groups if g.phase != "leaving" and g not in (*staying, *spares)]
     starts_soon = _starts(policy, view.once_all_may_start)
+    is_start_due = any(not start.is_spare for start in starts_soon)
+    trained = [group for group in moving if not group.is_spare]
     return [
         *promoted,
         *_starts(policy, view),
         *(Retire(group.group, "drain") for group in moving if group.is_spare),
-        *_moves(
-            view,
-            [group for group in moving if not group.is_spare],
-            staying,
-            is_start_due=any(not start.is_spare for start in starts_soon),
-        ),
+        # Those that wait for others to take their place are no more than these would be.
+        *(_moves(view, trained, staying, is_start_due=is_start_due) or _surplus(view, trained)),
         *_surplus(view, staying),
     ]
 
@@ -290,10 +288,10 @@ def _moves(
     return [Retire(group.group, "drain") for group in moving]
 
 
-def _surplus(view: View, staying: Sequence[PlacedGroup]) -> list[Retire]:
+def _surplus(view: View, groups: Sequence[PlacedGroup]) -> list[Retire]:
     """Groups beyond the target: those that do not train yet first, then by the highest number."""
-    num_surplus = len(staying) - view.target
+    num_surplus = len(groups) - view.target
     if num_surplus <= 0:
         return []
-    by_worth = sorted(staying, key=lambda group: (group.phase == "training", -group.group))
+    by_worth = sorted(groups, key=lambda group: (group.phase == "training", -group.group))
     return [Retire(group.group, "resize") for group in by_worth[:num_surplus]]

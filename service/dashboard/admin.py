@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 from nicegui import ui
 
@@ -205,7 +206,8 @@ class SettingsPage:
             ui.notify("Name the project.", type="warning")
             return
         self._quota_dialog.close()
-        await self._change(self._show_projects, "PUT", f"/v1/projects/{name}", json=body)
+        path = f"/v1/projects/{quote(name, safe='')}"
+        await self._change(self._show_projects, "PUT", path, json=body)
 
     # ---- API keys
 

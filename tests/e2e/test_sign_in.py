@@ -178,6 +178,23 @@ def test_a_viewer_sees_everything_but_actions(tab: Page, house: Guarded) -> None
     expect(tab.get_by_text("Audit log")).not_to_be_visible()
 
 
+def test_quotas_are_set_of_the_project_that_is_named_and_of_no_other(
+    tab: Page, house: Guarded
+) -> None:
+    _enter(tab, house, "/dashboard/settings", "root")
+    for name in ("ads#2", "ads"):
+        tab.get_by_role("button", name="Set quotas").click()
+        dialog = tab.get_by_role("dialog")
+        dialog.get_by_label("Project").fill(name)
+        dialog.get_by_label("Most workers").fill("8")
+        dialog.get_by_role("button", name="Set", exact=True).click()
+        expect(dialog).not_to_be_visible()
+        if name != "ads":
+            expect(tab.get_by_role("alert")).to_contain_text("name")
+            expect(tab.get_by_role("cell", name="ads", exact=True)).not_to_be_visible()
+    expect(tab.get_by_role("cell", name="ads", exact=True)).to_be_visible()
+
+
 def test_the_api_documents_itself_under_the_policy(tab: Page, house: Guarded) -> None:
     _enter(tab, house, "/docs", "viewer")
     tab.get_by_role("button", name="GET /healthz Whether").click()

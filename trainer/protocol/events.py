@@ -38,6 +38,11 @@ def shortened(message: str) -> str:
     return f"{message[:half]} [...] {message[-half:]}"
 
 
+def _told(message: str) -> str:
+    # Names of files, which errors tell, may hold bytes that are no UTF-8: no record can carry them.
+    return shortened(message.encode(errors="replace").decode())
+
+
 # What a 64-bit column can hold.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 # Databases multiply it by numbers of points.
@@ -52,7 +57,7 @@ Host = Annotated[str, Field(max_length=253)]
 Message = Annotated[
     str,
     Field(max_length=_MAX_MESSAGE_CHARS + 10),
-    BeforeValidator(lambda given: shortened(given) if isinstance(given, str) else given),
+    BeforeValidator(lambda given: _told(given) if isinstance(given, str) else given),
 ]
 # Of letters of any script; pages and files show names, so that none may look like markup.
 METRIC_NAME_PATTERN = r"""^[^"'`<>&\\\x00-\x1f\x7f-\x9f]+$"""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.harness.wait import scaled
 from trainer.protocol.events import EventBatch, Note
-from trainer.protocol.outbox import EventWriter, OutboxPoster
+from trainer.protocol.outbox import EventWriter, OutboxPoster, read_batch
 from trainer.protocol.run_dir import AttemptDir
 
 
@@ -133,6 +133,14 @@ def test_lines_are_kept_while_storage_refuses_them(outbox: Path) -> None:
     service = Service()
     poster_of(outbox, service).post_new()
     assert service.taken == {"driver": [0, 1, 2]}
+
+
+def test_a_message_that_names_a_file_by_bytes_that_are_no_utf_8_is_told(outbox: Path) -> None:
+    path = outbox / "driver.jsonl"
+    name = b"caf\xe9.parquet".decode(errors="surrogateescape")
+    EventWriter(path).write(Note(time=0, message=f"{name} is damaged"))
+    [note], _ = read_batch(path, 0)
+    assert isinstance(note, Note) and note.message == "caf?.parquet is damaged"
 
 
 ODD_ANSWERS = {

@@ -413,17 +413,21 @@ class GroupRunLoop:
         stragglers, self._stragglers = self._stragglers, []
         for found in stragglers:
             view = self._view(request, hosts)
-            without = decide(self._policy, replace(view, drained=view.drained | {found.host}))
-            has_room = any(
-                isinstance(each, Promote) or (isinstance(each, Start) and not each.is_spare)
-                for each in without
-            )
+            without = replace(view, drained=view.drained | {found.host})
+            has_room = self._num_coming(without) > self._num_coming(view)
             is_replaced = self.replacements.replaces(found.host, has_room=has_room)
             self.config.attempt.report_straggler(
                 found, self.record, self.config.wall_clock(), is_replaced=is_replaced
             )
             if is_replaced:
                 self._slow_hosts.add(found.host)
+
+    def _num_coming(self, view: View) -> int:
+        """How many groups would be started or promoted now, besides spares."""
+        return sum(
+            isinstance(each, Promote) or (isinstance(each, Start) and not each.is_spare)
+            for each in decide(self._policy, view)
+        )
 
     def _save_before_loss(self, hosts: Sequence[Host]) -> None:
         """Have the leader save where Ray drains hosts of every group that trains, as if preempted.

@@ -803,3 +803,22 @@ def test_the_group_of_a_straggler_moves_where_that_is_wanted_and_there_is_room(
     world.look()
     assert world.hosts_in_use == {0: "a", 2: "c", 3: "d"}, "nobody starts on the slow host"
     assert not world.told(events.Resized)
+
+
+def test_room_that_a_missing_group_takes_is_no_room_for_the_group_of_a_straggler(
+    tmp_path: Path,
+) -> None:
+    sizes = {"workers": {"min": 2, "max": 3}, "shard_group_size": 1, "placement": "inter_host"}
+    job = spec(parallelism=sizes, recovery={"replace_stragglers": True})
+    world = World(attempt_in(tmp_path, job), {"a": 1, "b": 1})
+    world.look()
+    world.become("current", (0, 0), (1, 0))
+    world.look()
+    world.hosts["c"] = 1
+    world.stragglers.append(straggler(0, "a", time=1))
+    world.look()
+    world.become("current", (2, 0))
+    world.look()
+    assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}
+    assert [each.action for each in world.told(events.StragglerFound)] == ["none"]
+    assert not world.retired

@@ -56,7 +56,10 @@ class Parameter:
         """Values of which all are legal if every one of these is, as far as can be told."""
         if self.values:
             return list(self.values)
-        return [int(self.low), int(self.high)] if self.is_integer else [self.low, self.high]
+        if self.is_integer:
+            return [int(self.low), int(self.high)]
+        # One with a fraction, too: a field of whole numbers takes 1.0 and 3.0.
+        return [self.low, self.low + (self.high - self.low) / math.e, self.high]
 
 
 @dataclass(frozen=True)

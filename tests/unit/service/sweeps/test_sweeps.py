@@ -202,6 +202,7 @@ def test_a_grid_tries_every_point_once(api, create):
 def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
     for changes, path in (
         ({"parameters": [{"path": "optimizer.sparse.lr", "low": -1, "high": 1}]}, None),
+        ({"parameters": [{"path": "training.epochs", "low": 1.0, "high": 3.0}]}, "training.epochs"),
         ({"parameters": [{"path": "nonsense.field", "values": [1]}]}, None),
         ({"parameters": [{"path": "project", "values": ["default", "other"]}]}, "project"),
         ({"parameters": [{"path": "data.path", "values": ["/etc"]}]}, None),

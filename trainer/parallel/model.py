@@ -68,7 +68,22 @@ from trainer.parallel.row_store import FlatRows, RowStore, weight_rows
 from trainer.spec.training import DensePrecision
 
 
-class GroupDataParallelWrapper(DefaultDataParallelWrapper):
+class DenseDataParallelWrapper(DefaultDataParallelWrapper):
+    """Wraps the dense part by DDP where any of it is trained, which DDP insists on."""
+
+    def _ddp_wrap(
+        self,
+        dmp: DistributedModelParallel,
+        env: ShardingEnv,
+        device: torch.device,
+        ddp_ignore_param_names: set[str],
+    ) -> None:
+        dense = (p for name, p in dmp.named_parameters() if name not in ddp_ignore_param_names)
+        if any(parameter.requires_grad for parameter in dense):
+            super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
+
+
+class GroupDataParallelWrapper(DenseDataParallelWrapper):
     """Wraps the dense part by DDP over this rank's sharding group instead of over all ranks."""
 
     def __init__(self, groups: MeshGroups, **options: bool) -> None:
@@ -262,7 +277,7 @@ class TwoDParallel(DistributedModelParallel):
             sharders=sharders,
             data_parallel_wrapper=GroupDataParallelWrapper(groups, **options)
             if dense == "at_sync"
-            else DefaultDataParallelWrapper(**options),
+            else DenseDataParallelWrapper(**options),
         )
         self._broadcast_tables()
         if self._is_bf16:

@@ -278,14 +278,25 @@ class Factorised(torch.nn.Module):
         return ((found - batch.label) ** 2 * batch.weight[:, None]).mean(), found
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "sgd"])
-def test_a_network_of_tables_alone_trains_and_is_loaded(
-    small_movielens: Path, tmp_path: Path, optimizer: str
+class Frozen(Factorised):
+    """One that has a part which is not trained, too."""
+
+    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
+        self.scale = torch.nn.Linear(1, 1, device=device).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("network", "optimizer"),
+    [("Factorised", "adam"), ("Factorised", "adagrad"), ("Factorised", "sgd"), ("Frozen", "adam")],
+)
+def test_a_network_of_which_tables_alone_are_trained_trains_and_is_loaded(
+    small_movielens: Path, tmp_path: Path, network: str, optimizer: str
 ) -> None:
     config = make_config(
         small_movielens,
         tmp_path,
-        f"model={{module: '{__name__}:Factorised', tasks: [{{name: rating, loss: mse}}]}}",
+        f"model={{module: '{__name__}:{network}', tasks: [{{name: rating, loss: mse}}]}}",
         f"optimizer.dense.name={optimizer}",
         "parallelism.dense=at_sync",
         "training.clip_norm=1.0",

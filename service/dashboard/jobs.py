@@ -320,7 +320,8 @@ class ListPage:
             wanted = query.filter_for(self._reader)
             snapshot = await asyncio.to_thread(self._feed.latest, wanted)
         except InvalidRequest:
-            return  # The field says so.
+            self._show()  # What was shown last: the field says what is wrong.
+            return
         except StoreUnavailable as error:
             fault, snapshot = f"The list cannot be read: {error}", self._snapshot
         if query != self._query:

@@ -153,6 +153,15 @@ def test_jobs_are_found_selected_and_compared(
     expect(page.locator(".compared tbody tr")).to_have_count(1)
 
 
+def test_an_address_with_half_a_filter_says_what_is_wrong_with_it(page: Page, running: Job) -> None:
+    page.goto("/dashboard/?metric=a%3C")
+    expect(page.get_by_text("as in validation/rmse<0.9")).to_be_visible()
+    expect(page.get_by_text("No job matches")).to_be_visible()
+    expect(page.get_by_text("No jobs yet")).not_to_be_visible()
+    page.get_by_label("Metric", exact=True).fill("")
+    expect(page.get_by_role("row").filter(has_text=running.id)).to_be_visible(timeout=LIVE_MS)
+
+
 def test_the_form_of_a_new_job_says_what_is_wrong_and_leaves_the_text_alone(page: Page) -> None:
     page.goto("/dashboard/new")
     editor, workers = (page.get_by_label(name, exact=True) for name in ("Spec", "workers"))

@@ -26,6 +26,7 @@ from service.backends.base import has_own_cluster
 from service.domain.lifecycle import is_stopping
 from service.domain.membership import current_membership, sizes_of_job, workers_held
 from service.domain.models import Job, JobStatus, Project, QueueState
+from service.domain.retries import MAX_BACKOFF_S
 from trainer.layout.hosts import HostFacts
 
 
@@ -223,15 +224,20 @@ def admit(
     for job in running:
         if not turn.guarded(turn.count_running, job):
             turn.guarded(turn.count_as_started, job)
-    waiting = [job for job in queued if (job.retry_at or now) <= now]
+    waiting = [job for job in queued if not _backs_off(job, now)]
     for job in _in_order(waiting, turn):
         turn.guarded(turn.consider, job)
-    late = [job for job in queued if (job.retry_at or now) > now]
+    late = [job for job in queued if _backs_off(job, now)]
     reason = "waits before the next attempt"
     turn.expect_starts()
     turn.result.places += [QueuePosition(job, None, reason) for job in late]
     turn.limit_growth()
     return turn.result
+
+
+def _backs_off(job: Job, now: float) -> bool:
+    """Whether a job waits before its next attempt; not for a clock that was set back since."""
+    return 0.0 < (job.retry_at or now) - now <= 2 * MAX_BACKOFF_S
 
 
 def _in_order(waiting: Iterable[Job], turn: _SchedulingPass) -> Iterable[Job]:

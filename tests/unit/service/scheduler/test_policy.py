@@ -101,6 +101,8 @@ def test_a_job_that_backs_off_waits_for_its_time_and_holds_nobody_up() -> None:
     found = decide([late, job("a")], capacity=cluster(2))
     assert started(found) == ["a"]
     assert [place.position for place in found.places] == [None]
+    turned_back = job("late", retry_at=NOW + 3600)
+    assert started(decide([turned_back])) == ["late"], "no backoff is an hour long"
 
 
 def test_a_start_is_expected_when_enough_running_jobs_have_ended_and_not_guessed() -> None:

@@ -7,6 +7,7 @@ import time
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +29,10 @@ from service.client import credentials
 from service.client.client import ShardloomClient
 from service.domain.auth import AuditRecord
 from service.domain.membership import span_text
+from service.errors import ServiceError
+from service.local.state import StackError
 from service.schemas.admin import (
+    CreateKey,
     DeliveryOut,
     KeyOut,
     NewKey,
@@ -93,6 +97,10 @@ def create_key(
     """
     roles = _roles(role or [], admin=admin)
     expires_in_s = None if expires_days is None else expires_days * _DAY_S
+    try:
+        CreateKey(name=name, roles=roles, expires_in_s=expires_in_s)
+    except ValidationError as error:
+        raise typer.BadParameter("; ".join(_faults_of(error))) from None
     made = _first_key(name, roles, expires_in_s) if admin and url is None else None
     if made is None:
         with common.open_client(url) as client:
@@ -154,11 +162,24 @@ def _first_key(name: str, roles: dict[str, Any], expires_in_s: float | None) -> 
     """The very first key, made in the database of the settings; None where that has a key."""
     from service.auth.security import create_first_key
 
-    made = create_first_key(name, roles, expires_in_s)
+    try:
+        made = create_first_key(name, roles, expires_in_s)
+    except ValidationError as error:
+        why = "; ".join(f"SHARDLOOM_{fault}" for fault in _faults_of(error))
+        raise StackError(f"settings cannot be used: {why}") from None
+    except (ServiceError, OSError) as error:
+        raise StackError(f"the first key cannot be written to the database: {error}") from None
     if made is None:
         return None
     key, text = made
     return NewKey.model_validate({**vars(key), "key": text})
+
+
+def _faults_of(error: ValidationError) -> list[str]:
+    """The faults of the fields of a model, as in `NAME: what is wrong`."""
+    return [
+        f"{'_'.join(map(str, fault['loc'])).upper()}: {fault['msg']}" for fault in error.errors()
+    ]
 
 
 def _key_table(keys: list[KeyOut], now: float) -> Table:

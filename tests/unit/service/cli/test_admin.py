@@ -155,6 +155,29 @@ def test_the_first_key_is_written_to_the_database_itself(
     assert service.settings.database_url == Settings().database_url
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("DATABASE_URL", "postgresql://u:p@127.0.0.1:1/x"), ("AUTH", "any"), ("HOME", "/proc/none")],
+)
+def test_a_first_key_that_cannot_be_written_is_told_of(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"SHARDLOOM_{variable}", value)
+    result = shardloom("keys", "create", "ops", "--admin")
+    assert result.exit_code == 3, result.output
+    assert result.stderr.startswith("error  ")
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "wrong", [["o p s"], ["ops", "--expires-days", "inf"], ["ops", "--expires-days", "9999"]]
+)
+def test_a_key_that_the_service_would_refuse_is_no_first_key(wrong: list[str], home: Path) -> None:
+    result = shardloom("keys", "create", *wrong, "--admin")
+    assert result.exit_code == 2, result.output
+    assert not (home / "shardloom.db").exists()
+
+
 def test_secrets_come_from_the_environment_or_are_asked_for(
     house: Guarded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -679,6 +679,10 @@ def test_workers_are_watched_again_after_an_error_in_the_watch(
         with monkeypatch.context() as patch:
             patch.setattr(Membership, "tick", lambda *_: [][0])
             wait_until(lambda: failed.is_over, "its end", 60)
+        host, _, port = address.rpartition(":")
+        with socket.create_server((host, int(port))):
+            assert watch.check(1) is None
+        assert len(attempt.context.files.stream_paths()) == 1, "none of a watch that did not start"
         assert watch.check(1) is None
         watch.processes.clear()
         wait_until(lambda: watch.check(1) or watch.processes, "the worker again", 60)

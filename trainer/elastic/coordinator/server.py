@@ -228,7 +228,7 @@ class Coordinator:
     def __init__(
         self, config: CoordinatorConfig, on_crash: Callable[[], None] = lambda: None
     ) -> None:
-        """Start it. Raises what listening raised: OSError where the port cannot be had.
+        """Start it. Raises OSError where the port cannot be had, or storage takes no stream.
 
         `on_crash` is called on its thread if an error, which is logged, has ended it.
         """
@@ -241,7 +241,6 @@ class Coordinator:
         )
         """Those of `_open` that were not let in."""
         self._encoder = _AnswerEncoder()
-        self._writer = open_stream(config.attempt_dir)
         # One thread, so that slow storage does not delay the event loop.
         self._writing = ThreadPoolExecutor(1, "coordinator-events")
         # Time that never runs backwards, near to Unix time.
@@ -314,12 +313,15 @@ class Coordinator:
             self._on_crash()
 
     async def _serve(self) -> None:
-        config = self._config
+        config, server = self._config, None
         try:
             server = await self._loop.create_server(
                 lambda: _Unproven(self), config.host, config.port, backlog=_BACKLOG
             )
+            self._writer = open_stream(config.attempt_dir)
         except BaseException as error:  # the constructor raises it
+            if server:
+                server.close()
             self._started.put(error)
             return
         port = server.sockets[0].getsockname()[1]

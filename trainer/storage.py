@@ -33,6 +33,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from trainer.errors import (
+    CorruptFileError,
     DataError,
     SourceMissingError,
     StorageAwayError,
@@ -240,18 +241,22 @@ class Location:
 
     def list(self, *, recursive: bool = False) -> tuple[Location, ...]:
         """The files in the folder, in name order; none where there is no folder."""
-        paths = sorted(info.path for info in self._infos(recursive))
-        return tuple(replace(self, path=path) for path in paths)
+        return tuple(replace(self, path=path) for path, _ in sorted(self._files(recursive)))
 
     def sizes_bytes(self) -> dict[str, int]:
         """Size of every file in the folder, at whatever depth, by its path below the folder."""
-        infos = self._infos(recursive=True)
-        return {replace(self, path=info.path).relative_to(self): info.size for info in infos}
+        found = self._files(recursive=True)
+        return {replace(self, path=path).relative_to(self): size for path, size in found}
 
-    def _infos(self, recursive: bool) -> Sequence[fs.FileInfo]:
-        wanted = fs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
-        found = self.retried("listed", lambda: self.fs.get_file_info(wanted))
-        return [info for info in found if info.type == fs.FileType.File]
+    def _files(self, recursive: bool) -> Sequence[tuple[str, int]]:
+        """Path and size of every file in the folder."""
+
+        def find() -> Sequence[tuple[str, int]]:
+            wanted = fs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
+            found = self.fs.get_file_info(wanted)
+            return [(each.path, each.size) for each in found if each.type == fs.FileType.File]
+
+        return self.retried("listed", find)
 
     def relative_to(self, folder: Location) -> str:
         """The path of this file below `folder`, with forward slashes."""
@@ -385,6 +390,12 @@ class Location:
         except FileNotFoundError:
             what = "path" if self.is_local else "bucket and key"
             raise SourceMissingError(f"{self} is missing; check the {what}") from None
+        except UnicodeError:
+            place = str(self).encode(errors="replace").decode()
+            raise CorruptFileError(
+                f"{place} cannot be {action}: its name, or that of a file in it, is not UTF-8; "
+                "rename it"
+            ) from None
         except (OSError, pa.ArrowException) as error:
             raise self._storage_error(action, str(error)) from None
 

@@ -14,7 +14,13 @@ from pyarrow import fs
 
 from tests.harness.clock import FakeClock
 from trainer import storage as module
-from trainer.errors import SourceMissingError, StorageAwayError, StorageError, StorageRefusedError
+from trainer.errors import (
+    CorruptFileError,
+    SourceMissingError,
+    StorageAwayError,
+    StorageError,
+    StorageRefusedError,
+)
 from trainer.storage import Location, kind_of, retry
 
 
@@ -54,6 +60,12 @@ def test_what_cannot_be_read_or_written_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file/below cannot be written"):
         (Location.parse(tmp_path) / "file" / "below").write_bytes(b"x")
+    odd = tmp_path / b"caf\xe9".decode(errors="surrogateescape")
+    odd.write_text("named in Latin-1")
+    with pytest.raises(CorruptFileError, match=f"{tmp_path} cannot be listed.*not UTF-8; rename"):
+        Location.parse(tmp_path).list()
+    with pytest.raises(CorruptFileError, match=r"caf\? cannot be looked up.*not UTF-8; rename"):
+        Location.parse(odd).exists()
 
 
 def test_an_s3_url_says_bucket_key_and_endpoint():

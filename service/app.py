@@ -70,7 +70,7 @@ from service.observability import logging_setup
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
 from service.reconciler.loop import Reconciler
-from service.settings import Settings
+from service.settings import Settings, faults_of
 from service.storage import in_time
 from service.sweeps.runner import SweepRunner
 from service.webhooks.sender import WebhookSender
@@ -406,9 +406,8 @@ def main() -> int:
         logging_setup.configure(settings.log_format)
         serve(settings)
     except ValidationError as error:
-        for fault in error.errors():
-            name = "_".join(str(part) for part in fault["loc"]).upper()
-            logger.error("SHARDLOOM_%s: %s", name, fault["msg"])
+        for fault in faults_of(error):
+            logger.error("%s", fault)
         return 2
     except (ServiceError, OSError) as error:
         logger.error("the service cannot start: %s", error)

@@ -21,6 +21,7 @@ from pydantic import (
     IPvAnyNetwork,
     PositiveFloat,
     SecretStr,
+    ValidationError,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -55,6 +56,14 @@ def _default_replica_id(values: dict[str, Any]) -> str:
     if values["database_url"].startswith("sqlite"):
         return "embedded"
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def faults_of(error: ValidationError) -> list[str]:
+    """What is wrong with settings, as in `SHARDLOOM_AUTH: Input should be ...`."""
+    return [
+        f"SHARDLOOM_{'_'.join(map(str, fault['loc'])).upper()}: {fault['msg']}"
+        for fault in error.errors()
+    ]
 
 
 class Settings(BaseSettings):

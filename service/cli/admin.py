@@ -42,6 +42,7 @@ from service.schemas.admin import (
 )
 from service.schemas.jobs import QueueOut
 from service.schemas.wording import age, due, duration, of_limit
+from service.settings import faults_of
 
 keys_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 _DAY_S = 86_400.0
@@ -100,7 +101,8 @@ def create_key(
     try:
         CreateKey(name=name, roles=roles, expires_in_s=expires_in_s)
     except ValidationError as error:
-        raise typer.BadParameter("; ".join(_faults_of(error))) from None
+        faults = (f"{fault['loc'][0]}: {fault['msg']}" for fault in error.errors())
+        raise typer.BadParameter("; ".join(faults)) from None
     made = _first_key(name, roles, expires_in_s) if admin and url is None else None
     if made is None:
         with common.open_client(url) as client:
@@ -165,21 +167,13 @@ def _first_key(name: str, roles: dict[str, Any], expires_in_s: float | None) -> 
     try:
         made = create_first_key(name, roles, expires_in_s)
     except ValidationError as error:
-        why = "; ".join(f"SHARDLOOM_{fault}" for fault in _faults_of(error))
-        raise StackError(f"settings cannot be used: {why}") from None
+        raise StackError(f"settings cannot be used: {'; '.join(faults_of(error))}") from None
     except (ServiceError, OSError) as error:
         raise StackError(f"the first key cannot be written to the database: {error}") from None
     if made is None:
         return None
     key, text = made
     return NewKey.model_validate({**vars(key), "key": text})
-
-
-def _faults_of(error: ValidationError) -> list[str]:
-    """The faults of the fields of a model, as in `NAME: what is wrong`."""
-    return [
-        f"{'_'.join(map(str, fault['loc'])).upper()}: {fault['msg']}" for fault in error.errors()
-    ]
 
 
 def _key_table(keys: list[KeyOut], now: float) -> Table:

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from service.db.engine import knows_revision, migrate, newest_revision, open_engine, stored_revision
 from service.errors import ServiceError, StoreUnavailable
-from service.settings import Settings
+from service.settings import Settings, faults_of
 
 UP_TO_DATE = 0
 BEHIND = 1
@@ -60,9 +60,7 @@ def main(*, check: bool = False) -> int:
         database_url = Settings().database_url
         found = read_revision(database_url) if check else bring_up(database_url)
     except ValidationError as error:
-        for fault in error.errors():
-            name = "_".join(str(part) for part in fault["loc"]).upper()
-            print(f"SHARDLOOM_{name}: {fault['msg']}", file=sys.stderr)
+        print(*faults_of(error), sep="\n", file=sys.stderr)
         return UNAVAILABLE
     except (ServiceError, OSError) as error:
         print(f"the database cannot be migrated: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from service.db.jobs import JobStore
 from service.domain.lifecycle import MAX_ATTEMPTS, finish
@@ -30,7 +30,7 @@ from service.files import make_private
 from service.jobs.run_storage import read_jobs
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.outbox import OutboxCollector
-from service.settings import Settings
+from service.settings import Settings, faults_of
 from trainer.protocol.events import Moment
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
@@ -195,17 +195,23 @@ def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_l
 
 
 def main(*, believe_all: bool) -> int:
-    """Recover with the settings of the environment; 1 if a folder had to be left alone."""
+    """Recover with the settings of the environment; the exit code of the command.
+
+    1 if a folder had to be left alone, 3 if nothing can be recovered now.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    settings = Settings()
     try:
+        settings = Settings()
         make_private(settings.home)
         store = JobStore.open(settings.database_url)
         found = recover_jobs(store, settings, believe_all=believe_all)
         store.close()
+    except ValidationError as error:
+        logger.error("%s", "\n".join(faults_of(error)))
+        return 3
     except (ServiceError, OSError) as error:
         logger.error("jobs cannot be recovered: %s", error)
-        return 1
+        return 3
     logger.info("%d job(s) recovered, %d known already", len(found.recovered), len(found.known))
     for folder, why in found.refused.items():
         logger.error("%s: left alone: %s", folder, why)

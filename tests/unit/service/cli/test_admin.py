@@ -159,7 +159,7 @@ def test_the_first_key_is_written_to_the_database_itself(
     ("variable", "value"),
     [("DATABASE_URL", "postgresql://u:p@127.0.0.1:1/x"), ("AUTH", "any"), ("HOME", "/proc/none")],
 )
-def test_a_first_key_that_cannot_be_written_is_told_of(
+def test_a_first_key_that_cannot_be_written_and_a_recovery_without_a_database_are_told_of(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"SHARDLOOM_{variable}", value)
@@ -167,6 +167,7 @@ def test_a_first_key_that_cannot_be_written_is_told_of(
     assert result.exit_code == 3, result.output
     assert result.stderr.startswith("error  ")
     assert "Traceback" not in result.output
+    assert shardloom("recover").exit_code == 3
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ With `training.dense_precision: bf16` it runs under torch.autocast: Linear layer
 products give bfloat16, torch's own losses float32; any other loss starts from `.float()`. Lookups
 are float32 in any case. Predictions may be of any precision, losses not of half precision.
 
-Rows with `batch.weight` 0 only fill up a batch: they must not count in a loss. Each parameter gets a
-gradient in every step or in none, but with `training.accumulate_steps`, where that may vary.
+Rows with `batch.weight` 0 only fill up a batch: they must not count in a loss. Each parameter gets
+a gradient in every step or in none, but with `training.accumulate_steps`, where that may vary.
 
 What goes wrong inside the user's code is a `UserCodeError` with the user's own lines; what only
 passes through it (a lost peer, too little memory) stays what it is.

@@ -221,9 +221,10 @@ def test_nan_and_infinite_values_survive_and_a_bucket_with_a_nan_shows_it(store:
 
 
 @pytest.mark.parametrize(
-    ("losses", "mean"), [([1e200, 3e200], 2e200), ([1.7e308, 1.7e308], math.inf)]
+    ("losses", "mean"),
+    [([1e200, 3e200], 2e200), ([1.7e308, 1.7e308], math.inf), ([5e-324, 0.0, 0.0], 0.0)],
 )
-def test_huge_values_have_a_mean_on_every_database(
+def test_huge_and_tiny_values_have_a_mean_on_every_database(
     store: JobStore, losses: list[float], mean: float
 ) -> None:
     job = _with_losses(store, losses)

@@ -151,16 +151,17 @@ def read_points(
         return [MetricPoint(step, at, *[_nan_if_null(value)] * 3) for step, at, value in found]
     width = span.last - span.first + 1
     buckets = {**wanted, "first": span.first, "width": width, "num_buckets": max_points}
+    rows = connection.execute(_IN_BUCKETS, buckets)
     return [
         MetricPoint(
             last_step,
             at,
             # One NaN in a bucket makes its mean NaN: readers must not miss it.
-            math.nan if num_nan else _nan_if_null(mean),
+            math.nan if num_nan else _nan_if_null(total) / num,
             _nan_if_null(low),
             _nan_if_null(high),
         )
-        for last_step, mean, low, high, num_nan, at in connection.execute(_IN_BUCKETS, buckets)
+        for last_step, total, num, low, high, num_nan, at in rows
     ]
 
 
@@ -172,13 +173,15 @@ def _steps(name: str) -> BindParameter[int]:
 
 
 def _in_buckets() -> Select[Any]:
-    """Of each bucket its last step, mean, least, greatest, number of NaNs and last time."""
+    """Of each bucket its last step, sum, number, least, greatest, number of NaNs and last time."""
     step, value = metric_points.c.step, metric_points.c.value
     buckets = (
         select(
             func.max(step).label("last_step"),
             # Not `avg`, for which PostgreSQL adds up squares as well, and fails from 1e154 on.
-            func.sum(value) / func.count(value),
+            # Nor a quotient, which fails where it is too small to differ from 0.
+            func.sum(value),
+            func.count(value),
             func.min(value),
             func.max(value),
             func.count() - func.count(value),

@@ -69,7 +69,10 @@ from trainer.spec.training import DensePrecision
 
 
 class DenseDataParallelWrapper(DefaultDataParallelWrapper):
-    """Wraps the dense part by DDP where any of it is trained, which DDP insists on."""
+    """Wraps the dense part by DDP where any of it is trained, which DDP insists on.
+
+    Else it starts equal all the same, as DDP would have made it.
+    """
 
     def _ddp_wrap(
         self,
@@ -81,6 +84,8 @@ class DenseDataParallelWrapper(DefaultDataParallelWrapper):
         dense = (p for name, p in dmp.named_parameters() if name not in ddp_ignore_param_names)
         if any(parameter.requires_grad for parameter in dense):
             super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
+        else:
+            _start_equal(dmp.module, env.process_group, device)
 
 
 class GroupDataParallelWrapper(DenseDataParallelWrapper):
@@ -95,17 +100,21 @@ class GroupDataParallelWrapper(DenseDataParallelWrapper):
 
         DDP itself only makes the ranks of its own group equal, and there are M of those.
         """
-        group = self._groups.global_group
-        source = dist.get_process_group_ranks(group)[0]
-        # NCCL takes nothing that is on the host, where TorchRec makes some parts of its modules.
-        dmp.module.to(device)
-        with torch.no_grad():
-            for _, tensor in dense_part(dmp.module):
-                dist.broadcast(tensor, source, group=group)
+        _start_equal(dmp.module, self._groups.global_group, device)
         # `ShardingEnv.from_process_group` would form one more group, of ranks 0 to L - 1.
         group_env = copy(env)
         group_env.process_group = self._groups.sharding_group
         super().wrap(dmp, group_env, device)
+
+
+@torch.no_grad()
+def _start_equal(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give all ranks of `group` the first one's dense part, on `device`. Collective."""
+    source = dist.get_process_group_ranks(group)[0]
+    # NCCL takes nothing that is on the host, where TorchRec makes some parts of its modules.
+    module.to(device)
+    for _, tensor in dense_part(module):
+        dist.broadcast(tensor, source, group=group)
 
 
 def dense_part(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import Mock, patch
 
 import pytest
@@ -87,7 +87,13 @@ def test_between_syncs_no_group_waits_for_another(precision: str) -> None:
         torch.testing.assert_close(result["dense"], ranks[0]["dense"], atol=0, rtol=0)
 
 
-def _from_another_seed(case: Case, **own: torch.Tensor) -> tuple[TwoDParallel, JobSpec]:
+def _from_another_seed(
+    case: Case,
+    dense: Literal["every_step", "at_sync"] = "at_sync",
+    *,
+    is_frozen: bool = False,
+    **own: torch.Tensor,
+) -> tuple[TwoDParallel, JobSpec]:
     """A model with parameters of its `own`, which starts from this rank's seed."""
     groups = form_groups(case)
     spec = _spec(case, "adam")
@@ -96,14 +102,22 @@ def _from_another_seed(case: Case, **own: torch.Tensor) -> tuple[TwoDParallel, J
     network.register_buffer("counts", torch.full((3,), float(groups.rank)))
     for name, value in own.items():
         network.register_parameter(name, torch.nn.Parameter(value))
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(not is_frozen or "embedding" in name)
     table_sharders = sharders(spec, fused_optimizer_params(spec.optimizer.sparse, 1.0))
     plan = make_plan(network, spec, groups, table_sharders)
-    return TwoDParallel(network, groups, plan, table_sharders, dense="at_sync"), spec
+    return TwoDParallel(network, groups, plan, table_sharders, dense), spec
 
 
 def _start_from_another_seed(case: Case) -> dict[str, torch.Tensor]:
     model, _ = _from_another_seed(case)
-    return {**dense_parameters(model), "counts": model.module.counts}
+    frozen, _ = _from_another_seed(case, "every_step", is_frozen=True)
+    parts = {"trained": model, "frozen": frozen}
+    return {
+        f"{part}.{name}": value
+        for part, model in parts.items()
+        for name, value in [*dense_parameters(model).items(), ("counts", model.module.counts)]
+    }
 
 
 def test_all_dense_copies_start_equal_even_from_different_seeds() -> None:

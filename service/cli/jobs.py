@@ -89,7 +89,7 @@ def _unix_s(moment: datetime | None) -> float | None:
     try:
         return None if moment is None else moment.timestamp()
     except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{moment} is before all jobs; give a later time") from None
+        raise typer.BadParameter(f"{moment} is beyond all times; give one near now") from None
 
 
 def _split_label(label: str) -> tuple[str, str]:

@@ -134,10 +134,10 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # None where the caller closed it. Not every terminal has the letters of every text.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    # None where the caller closed it. Not every terminal has the letters of every text; standard
+    # error writes their codes by itself.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     build_app()()
 
 

@@ -213,16 +213,22 @@ def test_a_text_that_is_no_spec_is_refused_before_anything_is_sent(service, text
 def test_a_terminal_that_lacks_letters_shows_the_rest(spec_file):
     command = ["plan", spec_file, "--scale", "2..8", "--cluster", "2xH100-80GB x 4"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    for options in ([], ["--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "service.cli", *command, *options],
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-m", "service.cli", *arguments],
             env=environment,
             cwd=REPO,
             capture_output=True,
             check=False,
         )
+
+    for options in ([], ["--json"]):
+        done = run(*command, *options)
         assert done.returncode == 0, done.stderr
         assert b"GPUs" in done.stdout or json.loads(done.stdout)
+    done = run("plan", "größe.yaml")
+    assert (done.returncode, rb"gr\xf6\xdfe.yaml" in done.stderr) == (2, True), done.stderr
 
 
 def test_plan_scale_estimates_each_size_without_a_service(service, spec_file):

@@ -70,12 +70,16 @@ class RetryPolicy:
 
 @dataclass
 class RetryBudget:
-    """Counts failures in a row; gives up when neither retries nor `patience_s` are left."""
+    """Counts failures in a row; gives up when neither retries nor `patience_s` are left.
+
+    It does not sleep beyond `deadline` (of the clock).
+    """
 
     policy: RetryPolicy
     patience_s: float
     sleep: Callable[[float], None]
     clock: Callable[[], float]
+    deadline: float = math.inf
 
     def __post_init__(self) -> None:
         self.reset()
@@ -91,7 +95,8 @@ class RetryBudget:
         has_retries = self._num_failures <= self.policy.num_retries
         if not has_retries and self.clock() - self._answered_s >= self.patience_s:
             raise error
-        self.sleep(self.policy.delay_s(self._num_failures, random.random()))
+        delay_s = self.policy.delay_s(self._num_failures, random.random())
+        self.sleep(min(delay_s, max(0.0, self.deadline - self.clock())))
 
 
 def is_transient(error: ShardloomError) -> bool:
@@ -283,7 +288,7 @@ class Connection:
         After `deadline` (of the clock) it is not sent again, nor waited for longer than
         `_LAST_LOOK_S`. `content` is as in `httpx.Client.request`.
         """
-        budget = self._budget(patience_s)
+        budget = self._budget(patience_s, deadline)
         while True:
             if deadline < math.inf:
                 left_s = max(deadline - self._clock(), _LAST_LOOK_S)
@@ -350,8 +355,8 @@ class Connection:
     def _parse_event(self, event: ServerSentEvent, answer: type[Answer]) -> Answer:
         return self._validate(event.data, answer, self.base_url)
 
-    def _budget(self, patience_s: float) -> RetryBudget:
-        return RetryBudget(self._retry, patience_s, self._sleep, self._clock)
+    def _budget(self, patience_s: float, deadline: float = math.inf) -> RetryBudget:
+        return RetryBudget(self._retry, patience_s, self._sleep, self._clock, deadline)
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

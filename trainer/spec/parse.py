@@ -42,6 +42,14 @@ class _BoundedLoader(yaml.SafeLoader):
         self._num_nodes_below[id(node)] = self._num_nodes - num_before
         return node
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """The value of a node; raises `ConstructorError` where it is not what its tag says."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # about PyYAML's own code
+            problem = f"a value is wrong: it cannot be read as !!{node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
 
 # JSON has no dates: they stay texts.
 _BoundedLoader.yaml_implicit_resolvers = {
@@ -64,8 +72,7 @@ def parse_document(text: str) -> Any:
         raise SpecError([FieldProblem(where, "syntax", str(problem))]) from None
     except RecursionError:
         raise SpecError([FieldProblem("spec", "syntax", "nested too deeply")]) from None
-    except (ValueError, LookupError, AttributeError) as error:
-        # PyYAML's words for what is not of the type that its tag says, as `!!int x`.
+    except (ValueError, OverflowError) as error:  # a number that is too large, as "\UFFFFFFFF"
         raise SpecError([FieldProblem("spec", "syntax", f"a value is wrong: {error}")]) from None
 
 

@@ -407,8 +407,11 @@ def test_of_very_many_faults_some_are_told_soon() -> None:
 def test_a_date_stays_a_text_and_a_wrong_number_is_a_fault() -> None:
     assert apply_overrides(spec_document(), ["name=2001-99-99"])["name"] == "2001-99-99"
     for text in ("!!timestamp 2001-99-99", "!!timestamp x", "!!bool maybe", "!!int ''"):
-        with pytest.raises(SpecError, match="a value is wrong"):
-            parse_document(text)
+        tag = text.split()[0]
+        with pytest.raises(SpecError, match=f"line 2, column 6: .* cannot be read as {tag}"):
+            parse_document(f"a: 1\nb: [ {text} ]")
+    with pytest.raises(SpecError, match="a value is wrong"):
+        parse_document(r'"\UFFFFFFFF"')
 
 
 @given(

@@ -63,6 +63,8 @@ def faults_of(error: ValidationError) -> list[str]:
     return [
         f"SHARDLOOM_{'_'.join(map(str, fault['loc'])).upper()}: {fault['msg']}"
         for fault in error.errors()
+        # Not of those whose default follows from the ones that are wrong.
+        if fault["type"] != "default_factory_not_called"
     ]
 
 

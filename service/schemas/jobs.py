@@ -268,7 +268,7 @@ class CodeOut(ApiModel):
     size_bytes: int = Field(description="Of the files, unpacked.")
 
 
-class SubmitJob(ApiModel):
+class SubmitJob(RequestModel):
     """Body of POST /v1/jobs: the spec as a mapping. Checked by the server."""
 
     spec: dict[str, Any]

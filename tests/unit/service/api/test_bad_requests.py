@@ -118,6 +118,13 @@ def test_a_missing_body_is_a_problem_with_a_field(api: Api) -> None:
     assert problem_in(response, 422, "invalid_request")["fields"][0]["path"] == "body"
 
 
+def test_an_unknown_field_beside_a_spec_is_named_and_submits_nothing(api: Api) -> None:
+    for field in ("dry_run", "secret"):
+        response = api.http.post("/v1/jobs", json={"spec": spec_document(), field: True})
+        assert problem_in(response, 422, "invalid_request")["fields"][0]["path"] == field
+    assert api.http.get("/v1/jobs").json()["items"] == []
+
+
 def test_an_unknown_route_and_method_are_problems(api: Api) -> None:
     problem_in(api.http.get("/v1/nowhere"), 404, "not_found")
     response = api.http.delete("/v1/jobs")

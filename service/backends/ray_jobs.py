@@ -20,6 +20,8 @@ from trainer.layout.hosts import HostFacts, hosts_by_address
 
 _STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
 _MAX_ERROR_CHARS = 500
+# Of no right, of somebody else, or for now: of statuses that blame a request.
+_NO_REFUSALS = (401, 403, 404, 408, 425, 429)
 # Of the 20 000 that Ray tells; all of them are in driver.log on run storage.
 _MAX_LOG_CHARS = 2000
 # Ray tells of 100 unless asked for more, and of no more than this.
@@ -66,7 +68,7 @@ class RayJobsBackend(Backend):
         response = self._send("POST", "/api/jobs/", json=body, timeout=self._submit_timeout_s)
         if response.is_success or "already exists" in response.text:
             return
-        if not response.is_client_error or response.status_code in (401, 403, 404, 429):
+        if not response.is_client_error or response.status_code in _NO_REFUSALS:
             raise BackendUnreachable(self._strange(response))
         raise SubmissionRefused(f"Ray at {self.address} refused the job: {_cause(response)}")
 
@@ -141,7 +143,7 @@ class RayJobsBackend(Backend):
                     if len(content) > _MAX_ANSWER_BYTES or time.monotonic() > deadline:
                         raise httpx.ReadError("its answer has no end")
             return httpx.Response(response.status_code, content=bytes(content))
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             cause = str(error) or type(error).__name__
             raise BackendUnreachable(
                 f"no answer from Ray at {self.address} ({cause}); is the cluster up? "

@@ -81,7 +81,7 @@ def template_in(path: Path) -> Manifest:
     """The first RayCluster in a YAML file; a mounted ConfigMap changes under us."""
     try:
         documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BackendUnreachable(
             f"cannot read the cluster template {path} ({error}); "
             "SHARDLOOM_KUBERAY_TEMPLATE_FILE names it"

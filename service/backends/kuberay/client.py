@@ -26,6 +26,8 @@ from service.errors import BackendUnreachable
 _MAX_ERROR_CHARS = 500
 _LOG_SILENCE_S = 60.0
 _MERGE_PATCH = "application/merge-patch+json"
+# Of statuses that blame a request, those that tell to send it again.
+_NOT_NOW = (408, 425, 429)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class KubeApi:
                 config.load_kube_config(str(kubeconfig), client_configuration=configuration)
             else:
                 config.load_incluster_config(client_configuration=configuration)
-        except (config.ConfigException, OSError, TypeError, yaml.YAMLError) as error:
+        except (config.ConfigException, OSError, TypeError, ValueError, yaml.YAMLError) as error:
             where = kubeconfig or "the service account of this pod"
             raise BackendUnreachable(
                 f"no access to Kubernetes by {where} ({error}); set SHARDLOOM_KUBECONFIG or "
@@ -227,7 +229,8 @@ class KubeApi:
         known = _explained(status, body, message, verb, resource, self.namespace)
         if known:
             return BackendUnreachable(known)
-        if status == 0 or status >= 500 or status == 429:
+        # A redirect, too: it is a proxy's, whose sign-in or whose other address it names.
+        if not 400 <= status < 500 or status in _NOT_NOW:
             return BackendUnreachable(
                 f"Kubernetes at {self.address} cannot {verb} {resource.plural} now "
                 f"(HTTP {status}: {message})"
@@ -244,7 +247,10 @@ def _explained(
 ) -> str | None:
     """What an administrator has to mend, where it is something of theirs; else None."""
     if status == 401:
-        return f"Kubernetes does not know our token (HTTP 401: {message}); renew the kubeconfig"
+        return (
+            f"Kubernetes does not know our token (HTTP 401: {message}); renew the kubeconfig, if "
+            "there is one, and start the service again, which reads it at its start only"
+        )
     if status == 403:
         return _forbidden(message, verb, resource, namespace)
     details = body.get("details") or {}

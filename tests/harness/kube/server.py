@@ -99,8 +99,10 @@ def _has(values: Sequence[str], value: str) -> bool:
 # ---- faults to inject: refusals, lost answers, watches that drop, an outage
 
 _REASONS = {
+    302: "Found",
     401: "Unauthorized",
     403: "Forbidden",
+    408: "RequestTimeout",
     409: "Conflict",
     429: "TooManyRequests",
     500: "InternalError",

@@ -283,7 +283,10 @@ def test_an_api_server_in_trouble_says_nothing_about_the_job(
     backends: KubeRayBackends, server: KubeApiServer
 ) -> None:
     backend, sent = _submitted(backends, watches=False)
-    for code in (401, 429, 500, 503, 504):
+    for code in (302, 401, 408, 429, 500, 503, 504):
+        server.faults.fail(code, verb="create", path="rayjobs")
+        with pytest.raises(BackendUnreachable, match=str(code)):
+            backend.submit(submission(1))
         server.faults.fail(code, times=2)
         seen = backend.observe(sent.attempt_id)
         assert seen.state is UNREACHABLE and str(code) in seen.message
@@ -321,6 +324,9 @@ def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
     assert template_in(base)["metadata"]["name"] == "shardloom-ray"
     with pytest.raises(BackendUnreachable, match="cannot read the cluster template"):
         template_in(tmp_path / "missing.yaml")
+    base.write_bytes(b"# gr\xfc\xdfe")
+    with pytest.raises(BackendUnreachable, match="cannot read the cluster template"):
+        template_in(base)
     other = tmp_path / "none.yaml"
     other.write_text("kind: Service")
     with pytest.raises(BackendUnreachable, match="has no RayCluster"):

@@ -71,7 +71,7 @@ def test_a_refusal_shows_the_last_line_of_rays_answer() -> None:
 
 
 def test_an_answer_that_refuses_nothing_is_unreachable() -> None:
-    for status in (401, 404, 429, 500, 503):
+    for status in (302, 401, 404, 408, 425, 429, 500, 503):
         with pytest.raises(BackendUnreachable):
             _backend(_answers(status, text="try later")).submit(SUBMISSION)
 
@@ -107,6 +107,9 @@ def test_nothing_is_concluded_from_a_strange_answer() -> None:
         _answers(404, text="404: Not Found"),
         _answers(500, text="oops"),
         _answers(200, text="<html>"),
+        lambda request: httpx.Response(
+            200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip")
+        ),
         _answers(200, body=["status"]),
         _answers(200, body={"status": "DANCING"}),
     ):

@@ -199,7 +199,13 @@ def test_an_empty_kubeconfig_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config"
-    for text in ("a: [", "nonsense", "{}"):
-        path.write_text(text)
+    context = b"{name: a, context: {cluster: a, user: a}}"
+    authority = b"{name: a, cluster: {server: https://a, certificate-authority-data: abcde}}"
+    no_base64 = (
+        b"{current-context: a, contexts: [%b], clusters: [%b], users: [{name: a, user: {}}]}"
+        % (context, authority)
+    )
+    for text in (b"a: [", b"nonsense", b"{}", b"# \xfc\n", no_base64):
+        path.write_bytes(text)
         with pytest.raises(BackendUnreachable, match=r"no access to Kubernetes by .*config"):
             KubeApi.open(path, "shardloom", 1.0)

@@ -53,7 +53,8 @@ def parse_stat(text: str) -> ProcessInfo:
 def find_process(pid: int) -> ProcessInfo | None:
     try:
         return parse_stat((PROC / str(pid) / "stat").read_text())
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        # With hidepid=1 /proc lists processes of other users, and tells nothing of them.
         return None
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import stat
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from service.local.processes import (
     identify,
     is_alive,
     parse_stat,
+    process_table,
     process_tree,
     terminate_tree,
 )
@@ -55,6 +58,19 @@ def home(tmp_path):
 def test_a_command_with_spaces_and_parentheses_is_read():
     line = "42 (a (b) c) S 7 42 40 0 -1 4194304" + " 0" * 12 + " 12345 0 0"
     assert parse_stat(line) == ProcessInfo(ProcessId(42, 12345), 7, 40, is_zombie=False)
+
+
+def test_processes_that_proc_lists_and_tells_nothing_of_are_none(monkeypatch):
+    read_text = Path.read_text
+
+    def hidepid_1(path: Path) -> str:
+        if path == Path("/proc/1/stat"):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", hidepid_1)
+    found = {process.id.pid for process in process_table()}
+    assert os.getpid() in found and 1 not in found
 
 
 def test_a_family_is_descendants_and_members_of_their_sessions():

@@ -31,7 +31,9 @@ def make_env(folder: Path) -> list[str]:
     """
     env = folder / ".env"
     text = env.read_text() if env.exists() else ""
-    known = {line.partition("=")[0].strip() for line in text.splitlines()}
+    lines = (line.partition("=") for line in text.splitlines())
+    # To Compose an empty one is missing, and of two lines the later one counts.
+    known = {name.strip() for name, _, value in lines if value.strip()}
     missing = [name for name in _SECRETS if name not in known]
     added = "".join(f"{name}={secrets.token_hex(_NUM_BYTES)}\n" for name in missing)
     if added:

@@ -176,7 +176,8 @@ class KubeRayBackend(Backend):
             self._create_secret(submission, rayjob)
             self._api.patch(RAYJOBS, rayjob["metadata"]["name"], release_of(rayjob))
         except KubeRefused as error:
-            self._delete(rayjob)
+            with suppress(KubeRefused):
+                self._delete(rayjob)
             raise self._refusal(error) from error
 
     def _create_rayjob(self, submission: Submission) -> Manifest:
@@ -354,18 +355,30 @@ class KubeRayBackend(Backend):
         )
 
     def _delete(self, rayjob: Manifest) -> None:
-        """Delete a RayJob, and by its owner references all that was made for it."""
+        """Delete a RayJob, and by its owner references all that was made for it.
+
+        Raises `KubeRefused` where a policy of the cluster keeps it.
+        """
         metadata = rayjob["metadata"]
-        # A conflict says that another object has the name now: ours is gone.
-        with suppress(KubeRefused):
+        try:
             self._api.delete(RAYJOBS, metadata["name"], metadata["uid"])
+        except KubeRefused as error:
+            # A conflict says that another object has the name now: ours is gone.
+            if not error.is_conflict:
+                raise
 
     def _sweep(self, rayjobs: list[Manifest]) -> None:
         """Delete RayJobs that nobody needs any more."""
         for rayjob in rayjobs:
             if is_garbage(rayjob, self._clock()):
-                logger.info("RayJob %s is over, deleting it", rayjob["metadata"]["name"])
-                self._delete(rayjob)
+                name = rayjob["metadata"]["name"]
+                logger.info("RayJob %s is over, deleting it", name)
+                try:
+                    self._delete(rayjob)
+                except KubeRefused as error:
+                    logger.warning(
+                        "RayJob %s stays: Kubernetes does not delete it: %s", name, error
+                    )
 
     # ---- what else is asked
 
@@ -436,9 +449,14 @@ class IsolatedProjectsBackend(Backend):
             each.stop(attempt_id)
 
     def check(self) -> str:
-        for each in self._isolated.values():
-            each.check()
-        return f"{self._others.check()}; {len(self._isolated)} isolated project(s)"
+        """A line about all; the namespace of one project that is in trouble concerns no other."""
+        line = f"{self._others.check()}; {len(self._isolated)} isolated project(s)"
+        for project, each in self._isolated.items():
+            try:
+                each.check()
+            except (BackendUnreachable, KubeRefused) as error:
+                line += f"; {project}: {error}"
+        return line
 
     def hosts(self) -> tuple[HostFacts, ...] | None:
         return self._others.hosts()

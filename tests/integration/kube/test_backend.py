@@ -200,6 +200,8 @@ def test_attempts_of_an_isolated_project_live_in_its_namespace_and_are_found_the
         assert later.observe(sent.attempt_id).state is PENDING
     assert later.observe("job-000000000009-a0").state is NOT_FOUND
     assert "1 isolated project" in later.check()
+    server.faults.fail(403, path=f"/namespaces/{theirs.cluster.namespace}/", message="no Role")
+    assert "; ads: no right to list rayjobs" in later.check()
     open_both().stop(ads.attempt_id)
     _wait_until_none_is_left(theirs)
     assert later.observe(other.attempt_id).state is PENDING
@@ -538,6 +540,22 @@ def test_stopping_takes_the_secret_along(backends: KubeRayBackends) -> None:
     wait_for_state(backend, sent.attempt_id, NOT_FOUND)
     backend.stop(sent.attempt_id)
     backend.stop("job-of-nobody-a0")
+
+
+def test_a_policy_that_keeps_a_rayjob_is_told_when_its_job_is_stopped(
+    backends: KubeRayBackends, server: KubeApiServer
+) -> None:
+    backend, sent = _submitted(backends, watches=False)
+    message = 'admission webhook "policy" denied the request: kept until Monday'
+    server.faults.fail(403, verb="delete", path="rayjobs", message=message)
+    with pytest.raises(BackendUnreachable, match=rf"cannot stop {sent.attempt_id}.*until Monday"):
+        backend.stop(sent.attempt_id)
+    later = backends.open(clock=lambda: 4e9, watches=False)
+    (rayjob,) = backends.rayjobs().values()
+    rayjob["status"] = {"jobDeploymentStatus": "Complete"}
+    server.faults.fail(403, verb="delete", path="rayjobs", message=message)
+    later._sweep([rayjob, rayjob])
+    _wait_until_none_is_left(backends)
 
 
 def test_a_head_that_does_not_answer_is_given_half_a_minute(

@@ -6,6 +6,7 @@ import hmac
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -112,4 +113,7 @@ class RayCoordinator:
         return self._actor.call.remote(self._token, method, *args)
 
     def stop(self) -> None:
+        """End it, once it has written what it has to tell."""
+        with suppress(RayError):
+            ray.get(self._call("stop"), timeout=_ANSWER_S)
         ray.kill(self._actor, no_restart=True)

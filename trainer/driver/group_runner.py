@@ -566,17 +566,23 @@ class GroupRunLoop:
             warn(attempt.writer, f"{message}; the job waits for the autoscaler")
         return None
 
-    def close(self, ended: Ended) -> None:
-        """Wait for the workers to end after a complete training; kill those that are left."""
-        runs = [*self.runs.values(), *self._zombies]
-        ends = [run.future for run in runs]
-        if ended.failure is None:
-            # A spare has nothing to end, and may still be starting.
-            futures.wait([run.future for run in runs if not run.is_spare], self.config.end_grace_s)
-        for run in runs:
+    def await_workers(self) -> None:
+        """Wait for the workers to end after a complete training."""
+        # A spare has nothing to end, and may still be starting.
+        futures.wait(
+            [run.future for run in self._all_runs if not run.is_spare], self.config.end_grace_s
+        )
+
+    def kill_workers(self) -> None:
+        """Kill the workers that are left."""
+        for run in self._all_runs:
             if not run.future.done():
                 self._kill(run)
-        futures.wait(ends, self.config.kill_grace_s)
+        futures.wait([run.future for run in self._all_runs], self.config.kill_grace_s)
+
+    @property
+    def _all_runs(self) -> list[GroupRun]:
+        return [*self.runs.values(), *self._zombies]
 
 
 def run_groups(
@@ -592,9 +598,12 @@ def run_groups(
     try:
         while (ended := loop.tick()) is None:
             config.wait(_POLL_S)
-        loop.close(ended)
+        if ended.failure is None:
+            loop.await_workers()
     finally:
+        # First, as it would tell killed workers as lost groups, and let the others train on.
         coordinator.stop()
+    loop.kill_workers()
     return ended.failure
 
 

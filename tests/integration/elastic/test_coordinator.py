@@ -388,7 +388,8 @@ def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_c
         assert found and not found.groups
     finally:
         member.close()
-        actor._coordinator.stop()
+        driver.stop()
+    assert actor._coordinator.is_over, "what it had to tell is written before its process ends"
 
 
 def test_a_client_with_another_token_is_told_so(tmp_path: Path, monkeypatch):

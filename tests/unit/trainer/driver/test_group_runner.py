@@ -525,7 +525,10 @@ def test_too_few_groups_train_on_and_the_shortage_is_told_once(world: World) -> 
     assert len(notes) == 1
 
 
-def test_a_life_stops_its_coordinator_and_kills_who_is_left(world: World) -> None:
+def test_a_life_stops_its_coordinator_before_it_kills_who_is_left(world: World) -> None:
+    def kill_on(host: Host, pids: Collection[int]) -> None:
+        assert world.is_stopped, "a coordinator that is left would tell of lost groups"
+        world.kill_on(host, pids)
 
     def wait(seconds: float) -> None:
         world.wait(seconds)
@@ -533,7 +536,7 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(world: World) -> Non
         if world.now > 1002:
             world.failure = Failure(failures.NON_FINITE, "nan")
 
-    config = replace(world.life.config, wait=wait)
+    config = replace(world.life.config, wait=wait, kill_on=kill_on)
     policy = ReplacementPolicy(is_wanted=False)
     failure = run_groups(config, world.life.record, policy, lambda run_index: world, 0)
     assert failure == Failure(failures.NON_FINITE, "nan")

@@ -227,8 +227,6 @@ def logs(
     else:
         # Ctrl-C is the usual way out of a log that goes on.
         with contextlib.suppress(KeyboardInterrupt):
-            # A newer job may get the name while this one is followed.
-            job = client.get_job(job).id if follow else job
             lines: Iterable[LogLine] = (
                 client.follow_logs(job, **wanted)
                 if follow

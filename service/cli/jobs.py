@@ -143,8 +143,6 @@ def events(
         print_json(list(client.iter_events(job)))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        # A newer job may get the name while this one is followed.
-        job = client.get_job(job).id if follow else job
         for event in client.follow_events(job) if follow else client.iter_events(job):
             if as_json:
                 typer.echo(event.model_dump_json())

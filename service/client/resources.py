@@ -26,7 +26,7 @@ from service.schemas.admin import (
     WhoAmI,
 )
 from service.schemas.common import Page
-from service.schemas.jobs import ExportOut, LogLine, LogsOut
+from service.schemas.jobs import ExportOut, JobDetail, LogLine, LogsOut
 from service.schemas.sweeps import SweepDetail, SweepSummary
 from trainer.export.artifact import ArtifactError, check_files, read_manifest
 from trainer.spec.training import Quantization
@@ -210,8 +210,13 @@ class LogCalls(Connection):
 
         A service that does not answer is asked again for `patience_s`.
         """
-        for event in self._stream(job_path(job, "logs"), _log_params(filters), patience_s):
+        path = job_path(self._id_of(job, patience_s), "logs")
+        for event in self._stream(path, _log_params(filters), patience_s):
             yield self._parse_event(event, LogLine)
+
+    def _id_of(self, job: str, patience_s: float) -> str:
+        """The id of a job that is followed: a newer one may get its name meanwhile."""
+        return self._get(job_path(job), JobDetail, patience_s=patience_s).id
 
     def download_logs(self, job: str, target: Path, *, attempt: str | None = None) -> Path:
         """Save all logs of a job, or of one attempt, in a file: ZIP, or gzipped text for `.gz`.

@@ -349,35 +349,40 @@ def test_events_are_read_until_a_page_is_empty():
 
 
 def test_a_stream_ends_with_its_end_event():
-    script = Script(sse(sse_event(1), sse_event(2)[:20], sse_event(2)[20:], END))
+    stream = sse(sse_event(1), sse_event(2)[:20], sse_event(2)[20:], END)
+    script = Script(ok(job_body()), stream)
     assert [event.id for event in script.client().follow_events("ratings")] == [1, 2]
-    assert script.requests[0].headers["accept"] == "text/event-stream"
-    assert "Last-Event-ID" not in script.requests[0].headers
+    assert script.requests[1].headers["accept"] == "text/event-stream"
+    assert "Last-Event-ID" not in script.requests[1].headers
 
 
 def test_a_broken_stream_goes_on_after_the_last_event():
+    away = [*[httpx.ConnectError("restarting")] * 20, httpx.Response(503)]
     script = Script(
+        *away,
+        ok(job_body(id="job-1")),
         sse(sse_event(1), sse_event(2), sse_event(3)[:20]),
-        *[httpx.ConnectError("restarting")] * 20,
-        httpx.Response(503),
+        *away,
         sse(sse_event(3), END),
     )
     found = [event.id for event in script.client(num_retries=2).follow_events("ratings")]
     assert found == [1, 2, 3]
-    assert script.requests[-1].headers["Last-Event-ID"] == "2"
+    last = script.requests[-1]
+    assert (last.url.path, last.headers["Last-Event-ID"]) == ("/v1/jobs/job-1/events", "2")
 
 
 def test_a_stream_that_breaks_again_and_again_but_brings_something_is_followed():
-    script = Script(*[sse(sse_event(number)) for number in range(1, 10)], sse(END))
+    pieces = [sse(sse_event(number)) for number in range(1, 10)]
+    script = Script(ok(job_body()), *pieces, sse(END))
     found = [event.id for event in script.client(num_retries=2).follow_events("ratings")]
     assert found == list(range(1, 10))
-    script = Script(*[sse(": keep-alive\n\n") for _ in range(9)], sse(END))
+    script = Script(ok(job_body()), *[sse(": keep-alive\n\n") for _ in range(9)], sse(END))
     client = script.client(num_retries=2)
     assert list(client.follow_events("ratings", patience_s=0.0)) == []
 
 
 def test_a_stream_that_brings_nothing_is_given_up():
-    script = Script(sse(), sse(), sse())
+    script = Script(ok(job_body()), sse(), sse(), sse())
     with pytest.raises(ServiceUnreachable, match="broke off"):
         list(script.client(num_retries=2).follow_events("ratings", patience_s=0.0))
 

@@ -31,7 +31,6 @@ from service.client.errors import (
     ShardloomError,
 )
 from service.client.transport import DEFAULT_URL, RetryPolicy
-from service.local.state import StackHome
 from service.schemas.jobs import JobDetail, JobPlan, JobSummary
 from trainer.spec import load_spec
 from trainer.spec.base import SpecError
@@ -85,5 +84,8 @@ def submit(
 def _usual_url() -> str:
     if url := os.environ.get("SHARDLOOM_URL"):
         return url
+    # Imported here because a local stack needs Linux, and a client of a service elsewhere does not.
+    from service.local.state import StackHome
+
     stack = StackHome.from_environment().read_state()
     return DEFAULT_URL if stack is None else stack.url

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,11 @@ def test_a_submission_without_a_url_goes_to_the_local_stack(
     stack = StackState(url=service.url, boot_id="this", started_at=0.0)
     StackHome.from_environment().write(stack)
     assert shardloom.submit(EXAMPLE_SPEC).id == job_body()["id"]
+
+
+def test_the_sdk_needs_nothing_that_windows_lacks() -> None:
+    code = "import sys; sys.modules['fcntl'] = sys.modules['resource'] = None; import shardloom"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 
 def test_a_file_with_a_faulty_spec_is_refused_before_anything_is_sent(

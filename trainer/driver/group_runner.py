@@ -543,6 +543,10 @@ class GroupRunLoop:
             return
         size = len(runs) * self._policy.group_size
         before, self._size = self._size, size
+        if before is None and size == request.workers:
+            # The layout is told as large as the job may grow, also where an earlier attempt was
+            # resized.
+            before, self._resize_cause = self._policy.most * self._policy.group_size, "request"
         if before is None or size == before:
             return
         if size > before:

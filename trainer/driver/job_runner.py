@@ -377,8 +377,13 @@ class JobRunner:
         )
 
     def _report_size(self, num_workers: int) -> None:
-        if self._size is not None and num_workers != self._size:
-            self.attempt.report_resize(self._size, num_workers, self._cause, restarted=True)
+        before, cause, restarted = self._size, self._cause, self._size is not None
+        if before is None and num_workers == self._requests.poll().workers:
+            # The layout is told as large as the job may grow, also where an earlier attempt was
+            # resized.
+            before, cause = self._bounds.most, "request"
+        if before is not None and num_workers != before:
+            self.attempt.report_resize(before, num_workers, cause, restarted=restarted)
         self._size = num_workers
 
     def _run(self, run_index: int, current: Plan) -> TrainRun:

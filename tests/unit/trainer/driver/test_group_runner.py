@@ -457,6 +457,16 @@ def test_a_wish_for_fewer_workers_retires_the_newest_group(world: World) -> None
     assert 2 in world.life.runs
 
 
+def test_an_attempt_that_begins_resized_tells_its_size(world: World) -> None:
+    world.wish('{"id": "r-1", "workers": 2}')
+    assert world.look() is None
+    world.become("current", (0, 0), (1, 0))
+    for _ in range(3):
+        assert world.look() is None
+    (resized,) = world.told(events.Resized)
+    assert (resized.world_size_before, resized.world_size, resized.cause) == (3, 2, "request")
+
+
 def test_a_drained_host_is_left_when_its_replacement_trains(world: World) -> None:
     world.train()
     world.hosts["d"] = 1

@@ -274,6 +274,15 @@ def test_a_wish_is_followed_at_once(world: World) -> None:
     assert world.told(events.Resized)[0].cause == "request"
 
 
+def test_an_attempt_that_begins_resized_tells_its_size(world: World) -> None:
+    world.wish('{"workers": 2}')
+    world.plot = [(20, world.end())]
+    assert world.runner.run_once(0) is None
+    (resized,) = world.told(events.Resized)
+    assert (resized.world_size_before, resized.world_size) == (6, 2)
+    assert (resized.cause, resized.restarted) == ("request", False)
+
+
 @pytest.mark.parametrize("is_of_ray", [False, True])
 def test_workers_of_a_fixed_size_leave_the_drained_host_that_ray_chose(
     tmp_path: Path, is_of_ray: bool

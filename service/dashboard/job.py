@@ -51,6 +51,7 @@ class JobPage:
         self._job_id = job_id
         self._turn = asyncio.Lock()
         self._panels: list[Panel] = []
+        self._timer: ui.timer | None = None
 
     async def build(self) -> None:
         """Draw the page, or a 404 if there is no such job."""
@@ -111,7 +112,8 @@ class JobPage:
         try:
             snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
         except JobNotFound:
-            self._timer.cancel()
+            if self._timer:
+                self._timer.cancel()
             self._gone.set_text("This job was deleted. The page shows what was known of it.")
             return
         self._show(snapshot)

@@ -24,7 +24,7 @@ from service.settings import Settings
 from service.webhooks.safe_http import post
 
 logger = logging.getLogger(__name__)
-# Far above what one try takes: a claim that runs out belongs to a sender that died.
+# Beyond the longest that a try takes: a claim that runs out belongs to a sender that died.
 _CLAIM_S = 120.0
 _PRUNE_EVERY_S = 3600.0
 Post = Callable[[Claimed, dict[str, str]], Awaitable[Answer]]
@@ -77,8 +77,9 @@ class WebhookSender:
 
     async def poll(self) -> None:
         busy = [hook for hook, count in self._num_in_flight.items() if count >= MAX_CLAIMED_EACH]
+        claim_s = self.settings.webhook_timeout_s + _CLAIM_S
         for each in await asyncio.to_thread(
-            self.store.claim, self.clock(), claim_s=_CLAIM_S, skip=busy
+            self.store.claim, self.clock(), claim_s=claim_s, skip=busy
         ):
             self._num_in_flight[each.delivery.webhook_id] += 1
             task = asyncio.create_task(self._deliver(each))

@@ -250,6 +250,23 @@ def test_a_message_is_sent_again_with_the_same_id_until_it_is_taken(
     assert len({headers["webhook-id"] for headers, _ in receiver.messages}) == 1
 
 
+def test_a_message_that_is_being_sent_is_nobody_elses_however_long_that_may_take(
+    store: JobStore, outbox: WebhookStore, tmp_path: Path
+) -> None:
+    _webhook(outbox, secret=new_secret())
+    _submit(store)
+    others: list[Claimed] = []
+
+    class _Slow(_Receiver):
+        async def __call__(self, claimed: Claimed, headers: dict[str, str]) -> Answer:
+            others.extend(outbox.claim(NOW + 599, claim_s=60.0))
+            return await super().__call__(claimed, headers)
+
+    receiver = _Slow(200)
+    _rounds(outbox, receiver, Settings(home=tmp_path, webhook_timeout_s=600), [NOW])
+    assert (len(receiver.messages), others) == (1, [])
+
+
 def test_a_dead_message_is_sent_again_by_hand(
     store: JobStore, outbox: WebhookStore, tmp_path: Path
 ) -> None:

@@ -134,6 +134,11 @@ def test_prometheus_finds_its_targets_and_files() -> None:
         port = jobs["ray"]["dns_sd_configs"][0]["port"]
         assert f"--metrics-export-port={port}" in services[name]["command"]
         assert set(services[name]["networks"]) & set(services["prometheus"]["networks"])
+    collector = yaml.safe_load((FOLDER / "observability" / "otel-collector.yaml").read_text())
+    (found,) = jobs["otel-collector"]["dns_sd_configs"]
+    assert collector["exporters"]["prometheus"]["endpoint"].endswith(f":{found['port']}")
+    (name,) = found["names"]
+    assert set(services[name]["networks"]) & set(services["prometheus"]["networks"])
     targets = {volume["target"] for volume in services["prometheus"]["volumes"]}
     key = jobs["shardloom"]["authorization"]["credentials_file"]
     assert f"/etc/prometheus/{key}" in targets

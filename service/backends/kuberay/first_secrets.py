@@ -66,7 +66,8 @@ def make_secrets(api: KubeApi, wanted: Iterable[str]) -> Iterator[str]:
             api.create(SECRETS, secret)
             yield f"{name} is made"
         except KubeRefused as error:
-            if not error.is_conflict:
+            # Other conflicts (a quota that two write at once) leave no Secret.
+            if error.reason != "AlreadyExists":
                 raise
             yield f"{name} is there and stays as it is"
 

@@ -28,7 +28,8 @@ from service.backends.kuberay.backend import (
     is_garbage,
     template_in,
 )
-from service.backends.kuberay.client import KubeApi
+from service.backends.kuberay.client import KubeApi, KubeRefused
+from service.backends.kuberay.first_secrets import make_secrets
 from service.backends.kuberay.manifest import secret_name_of
 from service.backends.ray_jobs import RayJobsBackend
 from service.domain.models import EndReason, ObservedState
@@ -160,6 +161,13 @@ def test_a_conflict_over_a_quota_is_no_secret(
     backend.submit(sent)
     (found,) = backends.rayjobs().values()
     assert backends.secrets_of(sent) == [secret_name_of(found)]
+    # Nor one of those that an installation begins with.
+    server.faults.fail(409, verb="create", path="secrets", message=message)
+    name, api = "shardloom-first-key", backend._api
+    with pytest.raises(KubeRefused, match="resourcequotas"):
+        list(make_secrets(api, [f"firstKey={name}"]))
+    told = [list(make_secrets(api, [f"firstKey={name}"])) for _ in range(2)]
+    assert told == [[f"{name} is made"], [f"{name} is there and stays as it is"]]
 
 
 def test_the_secret_of_an_earlier_rayjob_is_not_taken_for_this_ones(

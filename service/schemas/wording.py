@@ -255,7 +255,8 @@ def standing_of(standing: str) -> tuple[str, str]:
 
 
 def duration_of(job: Job | JobSummary, now_s: float) -> str:
-    """How long a job has trained, or had when it ended; empty before it began to."""
+    """Since when a job has trained, pauses included, or did until it ended; empty before it began
+    to."""
     if job.started_at is None:
         return ""
     return duration((job.ended_at or now_s) - job.started_at)

@@ -70,7 +70,7 @@ def apply_event(
                 recovery_pause_s=known.recovery_pause_s + event.pause_s,
             )
         case events.Resized():
-            return replace(known, world_size=event.world_size, sized_at=event.time)
+            return replace(known, world_size=event.world_size)
         case events.HostExcluded():
             host = ExcludedHost(event.host, event.num_failures, event.until)
             others = tuple(each for each in known.excluded_hosts if each.host != event.host)
@@ -101,7 +101,7 @@ def _on_members(membership: Membership, event: events.MembershipChanged) -> Memb
         Member(each.group, each.incarnation, tuple(each.hosts), each.standing, each.donor)
         for each in event.groups
     )
-    changed = replace(
+    return replace(
         membership,
         changed_at=event.time,
         generation=event.generation,
@@ -110,11 +110,6 @@ def _on_members(membership: Membership, event: events.MembershipChanged) -> Memb
         host_copies_alive=event.host_copies_alive,
         members=members,
     )
-    if event.time < membership.sized_at:
-        return changed
-    # More workers may have joined than the layout was chosen for.
-    num_workers = num_current(changed) * group_size(changed)
-    return replace(changed, world_size=max(changed.world_size, num_workers))
 
 
 def _with_gone(
@@ -188,7 +183,10 @@ def num_places(membership: Membership) -> int:
 
 
 def num_wanted(membership: Membership) -> int:
-    """How many groups should train; spares are beside them."""
+    """How many groups should train; spares are beside them.
+
+    For a moment more do, as while the replacement of a drained group is there already.
+    """
     size = group_size(membership)
     return max(membership.world_size // size if size else 0, _num_members(membership))
 

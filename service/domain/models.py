@@ -210,16 +210,14 @@ class ExcludedHost:
 class Membership:
     """Which groups train in an attempt, derived from its records.
 
-    `world_size` is the number of workers that it should have now, 0 while unknown, and `sized_at`
-    when that last changed. `changed_at` is the time of the newest membership, 0 before the first;
-    `copies_alive` and `host_copies_alive` are those of the shard with the fewest. Counts and
-    `recovery_pause_s` are totals of the attempt.
+    `world_size` is the number of workers that it should have now, 0 while unknown. `changed_at` is
+    the time of the newest membership, 0 before the first; `copies_alive` and `host_copies_alive`
+    are those of the shard with the fewest. Counts and `recovery_pause_s` are totals of the attempt.
     """
 
     attempt_id: str
     layout: ChosenLayout | None = None
     world_size: int = 0
-    sized_at: float = 0.0
     changed_at: float = 0.0
     generation: int = 0
     commit: int = 0

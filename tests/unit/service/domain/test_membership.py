@@ -95,6 +95,7 @@ _MOVED = membership_changed(*map(group_member, (0, 1, 3)), generation=3, time=NO
 _NEW_LIFE = membership_changed(group_member(0), group_member(1, incarnation=1))
 _SPARED = membership_changed(*map(group_member, range(3)), group_member(3, "spare"), generation=2)
 _EARLIER = membership_changed(time=NOW - 1)
+_FOUR = membership_changed(*map(group_member, range(4)), generation=2)
 _SMALL = layout_chosen(world_size=4, num_replicas=2)
 
 
@@ -112,8 +113,10 @@ _SMALL = layout_chosen(world_size=4, num_replicas=2)
         # A membership of before a resize does not undo it.
         ((layout_chosen(), resized(4), _EARLIER, left(2, "resize")), 2, 2, []),
         # There are more groups than the layout was chosen for, or no layout was told.
-        ((_SMALL, membership_changed(), group_lost(1)), 2, 3, [1]),
-        ((membership_changed(), group_lost(1)), 2, 3, [1]),
+        ((_SMALL, membership_changed()), 3, 3, []),
+        ((membership_changed(),), 3, 3, []),
+        # The replacement of a drained group came before that left.
+        ((*START, _FOUR, left(2, "drain"), _MOVED), 3, 3, []),
         # Spares are beside the groups that should train, and not missed.
         ((*START, _SPARED), 3, 3, []),
         ((*START, _SPARED, group_lost(3, is_spare=True)), 3, 3, []),

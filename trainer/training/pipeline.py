@@ -67,18 +67,32 @@ class _Exchange:
     arriving: Awaitable[Any]
 
 
+def _exchange_counts(
+    exchanges: list[_Exchange], group: dist.ProcessGroup | None
+) -> Callable[[], list[Awaitable[Any]]]:
+    """Begin to exchange how many ids go where; the result waits for that, and sends the ids.
+
+    Collective over the sharding group: once for all exchanges if it is given as `group`, else once
+    for each kind of sharding.
+    """
+    requests = [each.arriving for each in exchanges]
+    if group is None:
+        return lambda: [request.wait() for request in requests]
+    contexts = [each.context for each in exchanges]
+    return FusedKJTListSplitsAwaitable(requests, contexts, group).wait
+
+
 class _PipelinedForward:
     """Stands in for `forward` of a sharded collection; takes what was exchanged before, if any."""
 
     def __init__(self, module: ShardedModule, stream: torch.cuda.Stream | None) -> None:
-        self.module = module
+        self._module = module
         self._stream = stream
         self._plain = module.forward
         self._given: list[tuple[Any, ...]] | None = None
         self._reads: Reads | None = None
         self._exchange: _Exchange | None = None
         self._then: Callable[[], None] | None = None
-        self.is_ahead = False
         module.forward = self
 
     def observe(self) -> None:
@@ -99,13 +113,28 @@ class _PipelinedForward:
         self._reads = next((r for r, ids in found if ids and _is_same(given[0][0], ids)), None)
         return self._reads is not None
 
+    def fuse_counts(self, group: dist.ProcessGroup) -> None:
+        """Have all kinds of sharding exchange their counts at once from here on."""
+        _override_input_dist_forwards([self._module])
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            (ids,) = (*args, *kwargs.values())
+            exchange = self._start(ids)
+            (arriving,) = _exchange_counts([exchange], group)()
+            return self._module.compute_and_output_dist(exchange.context, arriving.wait())
+
+        self._plain = plain
+
     def start(self, batch: Batch) -> _Exchange:
-        """Begin to exchange how many ids go where. Collective over the sharding group."""
+        """Begin the exchange of what the collection reads of a batch."""
         assert self._reads is not None, "`choose_reads` comes first"
         ids = self._reads(batch)
         assert ids is not None, "batches of one job have the same parts"
-        context = self.module.create_context()
-        return _Exchange(ids, context, self.module.input_dist(context, ids))
+        return self._start(ids)
+
+    def _start(self, ids: KeyedJaggedTensor) -> _Exchange:
+        context = self._module.create_context()
+        return _Exchange(ids, context, self._module.input_dist(context, ids))
 
     def take(self, exchange: _Exchange, then: Callable[[], None] | None = None) -> None:
         """Use `exchange` in the next call; `then` is called once its outputs are there."""
@@ -115,14 +144,13 @@ class _PipelinedForward:
         exchange, self._exchange = self._exchange, None
         if self._given is not None:
             self._given.append((*args, *kwargs.values()))
-        if not self.is_ahead:
+        if exchange is None:
             return self._plain(*args, **kwargs)
         (ids,) = (*args, *kwargs.values())
-        if exchange is None or not _is_same(ids, exchange.ids):
+        if not _is_same(ids, exchange.ids):
             raise ValueError(
-                "a table collection was given other ids than in the first step, or called more "
-                "often: give each collection batch.sparse or batch.sequences once in every step, "
-                "or never"
+                "a table collection was given other ids than in the first step: give each "
+                "collection batch.sparse or batch.sequences in every step, or never"
             )
         with _on(self._stream):
             arrived = exchange.arriving.wait()
@@ -131,7 +159,7 @@ class _PipelinedForward:
             current.wait_stream(self._stream)
             arrived.record_stream(current)
             exchange.context.record_stream(current)
-        outputs = self.module.compute_and_output_dist(exchange.context, arrived)
+        outputs = self._module.compute_and_output_dist(exchange.context, arrived)
         if isinstance(outputs, Awaitable) and (then := self._then):
 
             def arrive(outputs: Any) -> Any:
@@ -168,13 +196,13 @@ class StepPipeline:
         is_cuda = self._device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(priority=-1) if is_cuda else None
         self._dist_stream = torch.cuda.Stream(priority=-1) if is_cuda else None
-        found = _sharded_modules(model.module)
-        self._forwards = [_PipelinedForward(module, self._dist_stream) for module in found]
-        self.is_ahead: bool | None = None  # None until the first forward pass
         # Counts of all tables go over it at once; one rank has none to exchange. On GPUs each kind
         # of sharding sends its own, as TorchRec reads those to be fused back from the device.
         group = model.groups.sharding_group
         self._counts_group = group if group.size() > 1 and not is_cuda else None
+        found = _sharded_modules(model.module)
+        self._forwards = [_PipelinedForward(module, self._dist_stream) for module in found]
+        self.is_ahead: bool | None = None  # None until the first forward pass
         self._current: _Staged[Any] | None = None
         self._following: _Staged[Any] | None = None
 
@@ -252,10 +280,9 @@ class StepPipeline:
         agreed = torch.tensor(int(all(is_able)), device=self._device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._model.groups.global_group)
         self.is_ahead = bool(agreed.item())
-        for forward in self._forwards:
-            forward.is_ahead = self.is_ahead
         if self.is_ahead and self._counts_group:
-            _override_input_dist_forwards([forward.module for forward in self._forwards])
+            for forward in self._forwards:
+                forward.fuse_counts(self._counts_group)
         if not self.is_ahead:
             logger.warning(
                 "steps are not pipelined: a table collection takes other ids than batch.sparse or "
@@ -268,16 +295,8 @@ class StepPipeline:
         with self._phases.during("input_dist"), _on(self._dist_stream):
             if self._copy_stream is not None and self._dist_stream is not None:
                 _hand_over(staged.batch, self._copy_stream, self._dist_stream)
-            exchanges = [forward.start(staged.batch) for forward in self._forwards]
-            requests = [each.arriving for each in exchanges]
-            staged.exchanges = exchanges
-            if self._counts_group is None:
-                staged.counts = lambda: [request.wait() for request in requests]
-            else:
-                contexts = [each.context for each in exchanges]
-                staged.counts = FusedKJTListSplitsAwaitable(
-                    requests, contexts, self._counts_group
-                ).wait
+            staged.exchanges = [forward.start(staged.batch) for forward in self._forwards]
+            staged.counts = _exchange_counts(staged.exchanges, self._counts_group)
 
     def _send(self, staged: _Staged[Any]) -> None:
         """Wait for the counts and exchange the ids, once. Collective over the sharding group."""

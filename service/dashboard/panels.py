@@ -367,10 +367,9 @@ class GridPanel(Panel):
             with ui.element("div").classes("moments") as self._moments:
                 self._ticks = ui.html(sanitize=False).classes("moment-ticks")
                 # Quasar's slider cannot be focused where its role is.
-                self._slider = ui.element("input").props("type=range min=0 step=1")
+                self._slider = ui.input().props("type=range min=0 step=1 borderless dense")
                 self._slider.props('aria-label="Moment in the life of the job"')
-                value = "event => emit(event.target.valueAsNumber)"
-                self._slider.on("input", self._choose, throttle=0.05, js_handler=value)
+                self._slider.on_value_change(self._choose)
                 self._told = ui.label().classes("moment-told").props("role=status")
 
     def show(self, snapshot: JobSnapshot, now: float) -> None:
@@ -385,9 +384,9 @@ class GridPanel(Panel):
             self._told.set_text("at the end" if job.status.is_terminal else "now")
             self._grid.set_content(fragments.groups(job, snapshot.timeline))
 
-    def _choose(self, event: events.GenericEventArguments) -> None:
+    def _choose(self, event: events.ValueChangeEventArguments[str]) -> None:
         job, timeline = self._snapshot.job, self._snapshot.timeline
-        moments, chosen = moments_of(timeline), max(0, int(event.args))
+        moments, chosen = moments_of(timeline), max(0, int(event.value))
         self._moment = chosen if chosen < len(moments) else None
         if self._moment is not None:
             then = moments[self._moment]

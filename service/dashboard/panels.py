@@ -384,9 +384,9 @@ class GridPanel(Panel):
             self._told.set_text("at the end" if job.status.is_terminal else "now")
             self._grid.set_content(fragments.groups(job, snapshot.timeline))
 
-    def _choose(self, event: events.ValueChangeEventArguments[str]) -> None:
+    def _choose(self, event: events.ValueChangeEventArguments[str | None]) -> None:
         job, timeline = self._snapshot.job, self._snapshot.timeline
-        moments, chosen = moments_of(timeline), max(0, int(event.value))
+        moments, chosen = moments_of(timeline), max(0, int(event.value or 0))
         self._moment = chosen if chosen < len(moments) else None
         if self._moment is not None:
             then = moments[self._moment]

@@ -270,7 +270,8 @@ def _forbidden(message: str, verb: str, resource: Resource, namespace: str) -> s
         return f"the quota of namespace {namespace} is used up, trying again: {message}"
     if "being terminated" in message:
         return f"the namespace {namespace} is being deleted: {message}"
-    if "admission webhook" in message or "denied the request" in message:
+    # Of a webhook, and of a ValidatingAdmissionPolicy.
+    if "denied the request" in message or "denied request" in message:
         return None
     how = " to its service account, as the chart does with ownClusters.enabled"
     return (

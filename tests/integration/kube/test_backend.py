@@ -138,10 +138,17 @@ def test_a_name_that_somebody_else_has_is_refused_and_left_alone(backends: KubeR
     assert list(backends.rayjobs()) == [sent.attempt_id]
 
 
+@pytest.mark.parametrize(
+    "by",
+    [
+        'admission webhook "policy" denied the request',
+        """ValidatingAdmissionPolicy 'policy' with binding 'all' denied request""",
+    ],
+)
 def test_a_job_that_kubernetes_refuses_leaves_nothing_behind(
-    backends: KubeRayBackends, server: KubeApiServer
+    backends: KubeRayBackends, server: KubeApiServer, by: str
 ) -> None:
-    message = 'admission webhook "policy" denied the request: images must be signed'
+    message = f"{by}: images must be signed"
     server.faults.fail(403, verb="create", path="secrets", message=message)
     with pytest.raises(SubmissionRefused, match="images must be signed"):
         backends.open().submit(submission())

@@ -173,12 +173,22 @@ def pod_problem_in(
 
 
 def _stuck(status: Mapping[str, Any]) -> str:
-    """A container that cannot be started."""
+    """A pod that was evicted or not let in, or a container that cannot be started or has failed."""
+    if status.get("phase") == "Failed" and status.get("reason"):
+        return f"{status['reason']}: {status.get('message', 'no message')}"
     names = ("initContainerStatuses", "containerStatuses")
     for each in (one for name in names for one in status.get(name) or ()):
-        waiting = (each.get("state") or {}).get("waiting") or {}
+        state = each.get("state") or {}
+        waiting = state.get("waiting") or {}
+        ended = state.get("terminated") or (each.get("lastState") or {}).get("terminated") or {}
+        why = (
+            f"{ended.get('reason')}, exit code {ended['exitCode']}" if ended.get("exitCode") else ""
+        )
         if waiting.get("reason") in _BAD_WAITS:
-            return f"{waiting['reason']}: {waiting.get('message', 'no message')}"
+            after = f" (it ended before: {why})" if why else ""
+            return f"{waiting['reason']}: {waiting.get('message', 'no message')}{after}"
+        if why and not each.get("ready"):
+            return f"container {each.get('name')} ended: {why}"
     return ""
 
 

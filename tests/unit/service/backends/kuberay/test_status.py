@@ -151,6 +151,20 @@ def test_pods_say_what_keeps_them() -> None:
     assert "ErrImagePull" in pod_problem_in([early])
 
 
+def test_pods_that_were_killed_as_they_started_say_why() -> None:
+    killed = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+    head = {"name": "ray-head", "state": killed}
+    assert "container ray-head ended: OOMKilled" in pod_problem_in([_pod(containerStatuses=[head])])
+    again = _waiting("CrashLoopBackOff") | {"lastState": killed}
+    assert "before: OOMKilled, exit code 137" in pod_problem_in([_pod(containerStatuses=[again])])
+    well = {"name": "ray-head", "ready": True, "state": {"running": {}}, "lastState": killed}
+    done = {"state": {"terminated": {"reason": "Completed", "exitCode": 0}}}
+    pods = [_pod(initContainerStatuses=[done], containerStatuses=[well])]
+    assert pod_problem_in(pods) == "", "what runs again is no problem any more"
+    evicted = _pod(phase="Failed", reason="Evicted", message="The node was low on memory.")
+    assert pod_problem_in([evicted]) == "pod pod-1: Evicted: The node was low on memory."
+
+
 def test_pods_that_could_not_be_made_are_told_of_by_the_newest_warning() -> None:
     events = [
         {"type": "Warning", "reason": "Old", "message": "a", "lastTimestamp": "2026-01-01T00:00Z"},

@@ -165,7 +165,10 @@ def prepare_criteo_command(
         ),
     ] = 0.01,
     num_partitions: Annotated[int, typer.Option(min=1, help="Files per split.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of training rows.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, max=2**32 - 1, help="Of the order of training rows, and of hashes."),
+    ] = 0,
     work_dir: Annotated[
         Path | None,
         typer.Option(
@@ -364,8 +367,9 @@ def prepare_movielens_command(
 
     Paths may be s3:// or gs:// URLs. Run again after a kill, it goes on where it was.
     """
-    if len(delimiter) != 1:
-        raise typer.BadParameter(f"{delimiter!r} is not one character", param_hint="--delimiter")
+    if len(delimiter.encode()) != 1:
+        message = f"{delimiter!r} is not one character of ASCII"
+        raise typer.BadParameter(message, param_hint="--delimiter")
     from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 
     options = MovieLensOptions(**_options(context, MovieLensOptions))
@@ -378,7 +382,7 @@ def prepare_movielens_command(
 
 @generate_app.command("movielens")
 def generate_movielens_command(
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    out: Annotated[str, typer.Argument(help="Folder to write.")],
     ratings: Annotated[int, typer.Option(min=1, help="Number of ratings.")] = 100_000,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
     overwrite: Overwrite = False,
@@ -389,7 +393,7 @@ def generate_movielens_command(
     with data_errors_shown():
         score = generate_movielens(out, num_ratings=ratings, seed=seed, overwrite=overwrite)
     Console().print(
-        f"{ratings} generated ratings in {escape(str(out))}; no predictor can have an RMSE below "
+        f"{ratings} generated ratings in {escape(out)}; no predictor can have an RMSE below "
         f"{score.irreducible_rmse:.4f} (teacher.json)",
         soft_wrap=True,
     )

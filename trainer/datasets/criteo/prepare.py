@@ -80,7 +80,7 @@ class CriteoOptions(BaseModel, extra="forbid", frozen=True):
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     num_partitions: PositiveInt = 32
     row_group_rows: PositiveInt = 8192
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     on_bad_line: Literal["fail", "skip"] = "fail"
     max_bad_lines: PositiveFloat = 0.01
     block_bytes: PositiveInt = 32 * 1024 * 1024

@@ -41,8 +41,7 @@ from trainer.datasets.criteo.reader import (
 )
 from trainer.datasets.io.journal import Part, make_part, progress_bars
 from trainer.datasets.io.staging import cut_rows, split_entry, staged_folder, write_partition
-from trainer.errors import StorageError, TooFewRowsError
-from trainer.storage import Location
+from trainer.errors import TooFewRowsError
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
@@ -212,11 +211,8 @@ def generate_criteo(
         raise TooFewRowsError(
             f"{options.num_rows} rows are too few; generate at least 10 and a day"
         )
-    target = Location.parse(out)
-    if not target.is_local:
-        raise StorageError(f"{target} is remote; generate into a local folder, then copy it there")
     with (
-        staged_folder(target.local_path, overwrite=overwrite, proof=TEACHER_NAME) as folder,
+        staged_folder(out, overwrite=overwrite, proof=TEACHER_NAME) as folder,
         progress_bars() as progress,
     ):
         task = progress.add_task("generating", total=options.num_rows)

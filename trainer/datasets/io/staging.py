@@ -125,12 +125,17 @@ def _note_uploads(folder: Path, names: Iterable[str]) -> None:
 
 
 @contextmanager
-def staged_folder(out: Path, *, overwrite: bool, proof: str) -> Iterator[Path]:
-    """Yield an empty sibling of `out` that takes its name when the block ends well.
+def staged_folder(target: str | Path, *, overwrite: bool, proof: str) -> Iterator[Path]:
+    """Yield an empty sibling of the local folder `target` that takes its name at a good end.
 
-    An existing `out` is replaced only with `overwrite`, and only if it is empty or holds the file
-    `proof`, so that a mistyped path costs nobody their files. Raises `OutputExistsError`.
+    An existing one is replaced only with `overwrite`, and only if it is empty or holds the file
+    `proof`, so that a mistyped path costs nobody their files. Raises `OutputExistsError`, or
+    `StorageError` for a remote `target`.
     """
+    folder = Location.parse(target)
+    if not folder.is_local:
+        raise StorageError(f"{folder} is remote; generate into a local folder, then copy it there")
+    out = folder.local_path
     check_replaceable(out, overwrite=overwrite, proof=proof)
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
@@ -285,7 +290,7 @@ def staged(
     `OutputExistsError`, also where another process is preparing the same folder.
     """
     for source in sources:
-        if source.root == out.root and f"{source.path}/".startswith(f"{out.path}/"):
+        if source.root == out.root and f"{source.path}/".startswith(f"{out.path.rstrip('/')}/"):
             raise OutputExistsError(f"{out} holds {source}, which is read; choose another folder")
     folder = _working_folder(out, work_folder)
     if out.is_local:

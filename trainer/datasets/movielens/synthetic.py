@@ -153,15 +153,13 @@ class Sizes:
 
 
 def generate_movielens(
-    out: Path, *, num_ratings: int, seed: int, overwrite: bool = False
+    out: str | Path, *, num_ratings: int, seed: int, overwrite: bool = False
 ) -> StarsScore:
-    """Write ratings.csv, movies.csv, tags.csv and teacher.json to the new folder `out`.
+    """Write ratings.csv, movies.csv, tags.csv and teacher.json to the new local folder `out`.
 
     Numbers of users, movies and tags follow from `num_ratings` as in ml-latest-small and ml-32m,
-    with floors for small sets. Raises `OutputExistsError`, or ValueError for `num_ratings` below 1.
+    with floors for small sets. Raises `OutputExistsError`, or `StorageError` for a remote `out`.
     """
-    if num_ratings < 1:
-        raise ValueError(f"num_ratings must be at least 1, got {num_ratings}")
     sizes = Sizes.of(num_ratings)
     movies = _make_movies(np.random.default_rng([seed, 0]), sizes.movies)
     score = StarsScore()

@@ -6,7 +6,9 @@ Every field is set by an environment variable with the prefix `SHARDLOOM_`, as i
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -22,6 +24,7 @@ from pydantic import (
     PositiveFloat,
     SecretStr,
     ValidationError,
+    field_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -30,7 +33,17 @@ from service.network import is_loopback, local_url
 
 
 def _absolute(path: Path) -> Path:
+    if re.match(r"[\w+.-]+:/", str(path)):
+        raise ValueError(
+            "is a URL where a path belongs; roots of storage may be s3://BUCKET/FOLDER or "
+            "gs://BUCKET/FOLDER, without '?', '#' and '%'"
+        )
     return path.expanduser().absolute()
+
+
+def _storage_root(given: Path | str) -> Path | str:
+    text = str(given)
+    return text if _REMOTE_FOLDER.fullmatch(text) else _absolute(Path(given))
 
 
 def _none_if_empty(text: Any) -> Any:
@@ -38,8 +51,8 @@ def _none_if_empty(text: Any) -> Any:
 
 
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
-RemoteFolder = Annotated[str, Field(pattern=r"^(s3|gs)://[^/?#%]+(/[^?#%]+)*/?$")]
-StorageRoot = Annotated[RemoteFolder | AbsolutePath, Field(union_mode="left_to_right")]
+_REMOTE_FOLDER = re.compile(r"(s3|gs)://[^/?#%]+(/[^?#%]+)*/?")
+StorageRoot = Annotated[Path | str, AfterValidator(_storage_root)]
 
 
 def _default_service_url(values: dict[str, Any]) -> str:
@@ -72,7 +85,12 @@ class Settings(BaseSettings):
     """What the service needs to know before it starts. Paths become absolute."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SHARDLOOM_", frozen=True, extra="ignore", use_attribute_docstrings=True
+        env_prefix="SHARDLOOM_",
+        frozen=True,
+        extra="ignore",
+        use_attribute_docstrings=True,
+        # Or what is no JSON would not be among the faults.
+        enable_decoding=False,
     )
 
     home: AbsolutePath = Field(default=Path(DEFAULT_HOME), validate_default=True)
@@ -244,3 +262,20 @@ class Settings(BaseSettings):
     """Days after which deliveries of webhooks are forgotten."""
     shutdown_timeout_s: int = Field(default=5, ge=1)
     """Longest wait for open requests at shutdown."""
+
+    @field_validator(
+        "allowed_hosts",
+        "allowed_origins",
+        "kuberay_namespaces",
+        "oidc_roles",
+        "storage_roots",
+        "webhook_allowed_networks",
+        mode="before",
+    )
+    @classmethod
+    def _from_json(cls, given: object) -> object:
+        try:
+            return json.loads(given) if isinstance(given, str) else given
+        except ValueError:
+            example = '["a", "b"], or {"name": "value"} where names have values'
+            raise ValueError(f"reads as JSON, as in {example}") from None

@@ -83,14 +83,23 @@ def test_what_cannot_be_reached_at_the_start_is_the_last_line_of_the_log(
     assert "hunter2" not in last
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("BACKEND", "x"),
+        ("ALLOWED_HOSTS", "shardloom.example"),
+        ("CHECKPOINT_ROOT", "gcs://bucket/checkpoints"),
+        ("RUNS_DIR", "s3://bucket/runs"),
+    ],
+)
 def test_of_wrong_settings_only_those_that_were_given_are_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(app.logging_setup, "configure", lambda _: None)
-    monkeypatch.setenv("SHARDLOOM_BACKEND", "x")
+    monkeypatch.setenv(f"SHARDLOOM_{name}", value)
     assert app.main() == 2
     (told,) = caplog.messages
-    assert told.startswith("SHARDLOOM_BACKEND: ")
+    assert told.startswith(f"SHARDLOOM_{name}: ")
 
 
 def test_a_cluster_that_hangs_keeps_no_probe_waiting(tmp_path: Path) -> None:

@@ -282,13 +282,17 @@ class GroupRunLoop:
             run = self._run_of(departure.group, departure.incarnation)
             if run and departure.is_lost:
                 self._lose(run, failure_of(departure, run.hosts))
-            elif run:
-                run.is_leaving = True
-                run.left_at = self.config.clock() if run.left_at is None else run.left_at
+            elif run and not run.has_left:
+                run.is_leaving, run.left_at = True, self.config.clock()
+                if departure.reason == "poisoned":
+                    # The last copy: the coordinator goes on from a checkpoint, without its rows.
+                    self._has_trained, self._failures.last = False, None
         self._lose_absent(status)
 
     def _lose_absent(self, status: CoordinatorStatus) -> None:
         """Give up groups that the coordinator has not, or no more, whatever it told of that.
+
+        Those that were to leave count as having left.
 
         A restarted one does not have them all yet: they may take as long to find it. Those that
         start have the time that ranks have to stand still outside of training.
@@ -298,11 +302,15 @@ class GroupRunLoop:
         returning_s = finding_s(recovery.heartbeat_timeout_s) + _FOUND_S
         starting_s = max(_STARTING_FACTOR * recovery.min_hang_s, recovery.start_grace_s)
         for run in list(self.runs.values()):
-            if run.is_leaving or (run.group, run.incarnation) in present:
+            if run.has_left or (run.group, run.incarnation) in present:
                 continue
             run.absent_since = now if run.absent_since is None else run.absent_since
             grace_s = returning_s if run.pids else starting_s
-            if now - run.absent_since > grace_s and not self._has_finished:
+            if now - run.absent_since <= grace_s or self._has_finished:
+                continue
+            if run.is_leaving:
+                run.left_at = now
+            else:
                 self._lose(run, absence_of(run, grace_s))
 
     def _run_of(self, group: int, incarnation: int) -> GroupRun | None:

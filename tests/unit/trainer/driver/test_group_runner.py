@@ -342,6 +342,23 @@ def test_without_a_group_that_trained_all_start_again_from_a_checkpoint(world: W
     assert world.look() == Ended(host_lost)
 
 
+def test_the_last_copy_whose_loss_is_nan_starts_over_under_the_same_coordinator(
+    world: World,
+) -> None:
+    world.train()
+    for number, host in ((1, "b"), (2, "c")):
+        del world.hosts[host]
+        world.end((number, 0), LOST)
+    assert world.look() is None
+    del world.standings[0, 0]
+    poisoned = Departure(group=0, incarnation=0, reason="poisoned", message="", is_lost=False)
+    world.departures.append(poisoned)
+    world.end((0, 0), LOST)
+    assert world.look() is None
+    assert world.look(5) is None
+    assert (0, 1) in world.runs
+
+
 def test_what_all_groups_died_of_is_awaited_so_that_the_right_budget_pays(
     world: World,
 ) -> None:
@@ -670,16 +687,21 @@ def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(world: 
     assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}
 
 
+@pytest.mark.parametrize("is_told", [True, False])
 def test_a_group_that_left_and_does_not_end_is_killed_once_a_save_would_be_through(
-    world: World,
+    world: World, is_told: bool
 ) -> None:
     world.train()
     world.wish('{"id": "r-1", "workers": 2}')
     world.look()
     world.standings.pop((2, 0))
-    left = Departure(group=2, incarnation=0, reason="resize", message="", is_lost=False)
-    world.departures.append(left)
-    world.look()
+    if is_told:
+        left = Departure(group=2, incarnation=0, reason="resize", message="", is_lost=False)
+        world.departures.append(left)
+        world.look()
+    else:  # the coordinator was restarted meanwhile
+        world.look()
+        world.look(60)
     world.look(59)
     assert not world.killed
     world.look(2)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -125,10 +126,19 @@ def is_stored(info: ValidationInfo) -> bool:
 
 
 def _writable(text: str, info: ValidationInfo) -> str:
-    """Half a surrogate pair is in no file's name, and URLs lose control characters on their way."""
+    """Half a surrogate pair is in no file's name, and URLs lose control characters on their way.
+
+    Of a `[` that ends nowhere in a URL's host no storage knows what it means.
+    """
     is_printed = all(character >= " " for character in text) or is_stored(info)
     if not is_printed or "\0" in text or text != text.encode(errors="replace").decode():
         raise problem("unwritable_path", "holds a character that no path can hold")
+    try:
+        urlsplit(text)
+    except ValueError as error:
+        if not is_stored(info):
+            message = f"is neither a path nor a URL: {error}; write %5B for a '['"
+            raise problem("bad_uri", message) from None
     return text
 
 

@@ -294,6 +294,7 @@ def test_what_was_stored_before_bounds_were_set_stays_readable() -> None:
         *bounded,
         "embedding_tables[0].dynamic.input_hash_size=1",
         "sinks.tensorboard.dir=s3://bucket/tb",
+        'checkpoint.path="s3://[x"',
         'data.path="/data/ml\\n"',
     ]
     for change in refused:

@@ -83,17 +83,12 @@ def pack(folder: Path) -> bytes:
         raise CodeError(f"{folder} has no files; give the one that holds your package")
     if len(paths) > MAX_FILES:
         raise CodeError(f"{folder} has more than {MAX_FILES} files; give a smaller one, code only")
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for path in paths:
             num_bytes += path.stat().st_size
             if num_bytes > MAX_UNPACKED_BYTES:
                 raise _too_large(str(folder))
-            name = f"{PREFIX}/{path.relative_to(folder).as_posix()}"
-            entry = zipfile.ZipInfo(name, date_time=_EPOCH)
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            entry.external_attr = 0o644 << 16
-            _check_entry(entry)
-            archive.writestr(entry, path.read_bytes())
+            _add(archive, path.relative_to(folder).as_posix(), path.read_bytes())
     return buffer.getvalue()
 
 
@@ -112,10 +107,18 @@ def pack_upload(name: str, data: bytes) -> bytes:
             for entry in inside:
                 files[entry.filename] = _content(given, entry, MAX_UNPACKED_BYTES - num_bytes)
                 num_bytes += len(files[entry.filename])
-    with zipfile.ZipFile(kept, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(kept, "w") as archive:
         for path, content in files.items():
-            archive.writestr(f"{PREFIX}/{path}", content)
+            _add(archive, path, content)
     return kept.getvalue()
+
+
+def _add(archive: zipfile.ZipFile, path: str, content: bytes) -> None:
+    entry = zipfile.ZipInfo(f"{PREFIX}/{path}", date_time=_EPOCH)
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    entry.external_attr = 0o644 << 16
+    _check_entry(entry)
+    archive.writestr(entry, content)
 
 
 def _files(folder: Path) -> Iterator[Path]:

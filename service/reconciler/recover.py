@@ -25,7 +25,13 @@ from pydantic import TypeAdapter, ValidationError
 from service.db.jobs import JobStore
 from service.domain.lifecycle import MAX_ATTEMPTS, finish
 from service.domain.models import Attempt, EndReason, Job, JobStatus, ReportedEnd, attempt_id
-from service.errors import AttemptNotFound, JobNotFound, RecordRefused, ServiceError
+from service.errors import (
+    AttemptNotFound,
+    JobNotFound,
+    JobUnreadable,
+    RecordRefused,
+    ServiceError,
+)
 from service.files import make_private
 from service.jobs.run_storage import read_jobs
 from service.observability.metrics import ServiceMetrics
@@ -70,7 +76,11 @@ def recover_jobs(
     collector = OutboxCollector(store, settings, ServiceMetrics(), clock)
     for file in read_jobs(settings):
         folder, document = file.folder, file.document
-        known = _known(store, folder.name)
+        try:
+            known = _known(store, folder.name)
+        except JobUnreadable as error:
+            found.refused[folder.name] = str(error)
+            continue
         if known is not None and known.message != _MARK:
             found.known.append(known.id)
             continue

@@ -204,7 +204,9 @@ def test_a_recovery_that_is_cut_off_is_taken_up_again(
     assert empty.store.metric_names(job.id) == ["train/loss"]
 
 
-def test_known_jobs_are_left_and_damaged_folders_are_told(house: House) -> None:
+def test_known_jobs_are_left_and_damaged_folders_are_told(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = trained(house, "running")
     damaged = house.settings.runs_dir / "job-0000000000zz"
     damaged.mkdir()
@@ -214,6 +216,8 @@ def test_known_jobs_are_left_and_damaged_folders_are_told(house: House) -> None:
     assert (found.recovered, found.known) == ([], [job.id])
     assert set(found.refused) == {damaged.name}
     assert house.store.get_job(job.id) == before
+    monkeypatch.setattr("service.db.rows._spec_of", Mock(side_effect=ValueError("of tomorrow")))
+    assert set(recover(house).refused) == {damaged.name, job.id}
 
 
 def test_a_document_that_no_program_should_read_keeps_no_other_job_from_its_recovery(

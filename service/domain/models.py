@@ -428,7 +428,8 @@ def lowest_job_id(now: float) -> str:
 
 def highest_job_id(now: float) -> str:
     """An id above every id made before `now` (Unix seconds), though not by much."""
-    return _spelled((_elapsed_ms(now) + 1 + _SLACK_MS) << _RANDOM_BITS)
+    number = (_elapsed_ms(now) + 1 + _SLACK_MS) << _RANDOM_BITS
+    return _spelled(min(number, 32**_NUM_CHARS - 1))
 
 
 def _elapsed_ms(now: float) -> int:

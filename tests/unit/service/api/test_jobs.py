@@ -374,6 +374,7 @@ def test_jobs_are_listed_by_project_labels_status_name_and_time(api: Api) -> Non
         ({"created_before": created_at}, [first]),
         ({"created_after": created_at, "created_before": created_at + 1e-6}, [second]),
         ({"created_before": "2031-01-01T00:00:00+02:00"}, [third, second, first]),
+        ({"created_before": "2060-01-01"}, [third, second, first]),
     ]
     for params, wanted in cases:
         page = api.http.get("/v1/jobs", params=params).json()

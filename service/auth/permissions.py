@@ -7,6 +7,7 @@ links are resolved.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,8 @@ def job_below(path: str, root: Path | str | None) -> str | None:
         return place[len(folder) :].strip("/").partition("/")[0] if is_inside else None
     if root is None or "://" in path:
         return None
-    real, runs = Path(path).resolve(), root.resolve()
+    # Not `resolve`, which raises RuntimeError for links that lead to themselves.
+    real, runs = Path(os.path.realpath(path)), os.path.realpath(root)
     return next(iter(real.relative_to(runs).parts), "") if real.is_relative_to(runs) else None
 
 

@@ -193,7 +193,9 @@ def test_what_no_path_can_hold_is_refused_by_name(open_guarded: GuardedApps, aut
 
 def test_a_path_tells_whose_folder_it_leads_into(tmp_path: Path) -> None:
     remote = "s3://lake/runs/"
+    (tmp_path / "job-2").symlink_to(tmp_path / "job-2")
     for path, root, job_id in (
+        (f"{tmp_path}/job-2/x", tmp_path, "job-2"),
         (f"{tmp_path}/job-1/checkpoints", tmp_path, "job-1"),
         (str(tmp_path), tmp_path, ""),
         (f"{tmp_path}/job-1/../../x", tmp_path, None),

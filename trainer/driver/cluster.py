@@ -172,7 +172,7 @@ def kill_workers(pids: Collection[int], wait: Callable[[float], None] = time.sle
     """
     for number in (signal.SIGABRT, signal.SIGKILL):
         for pid in pids:
-            with suppress(FileNotFoundError, ProcessLookupError):
+            with suppress(OSError):  # gone, or another user's
                 if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, number)
         if number is signal.SIGABRT:

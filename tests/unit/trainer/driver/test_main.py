@@ -297,7 +297,16 @@ def test_a_given_layout_is_not_refused_for_lack_of_room() -> None:
     assert choose(job, hosts(2)) == (None, [])
 
 
-def test_a_worker_that_is_killed_logs_the_stacks_of_its_threads_whoever_holds_the_gil() -> None:
+def test_a_worker_that_is_killed_logs_the_stacks_of_its_threads_whoever_holds_the_gil(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(path: Path) -> bytes:
+        if path == Path("/proc/1/cmdline"):
+            raise PermissionError("another user's, where /proc is mounted with hidepid=1")
+        with path.open("rb") as file:
+            return file.read()
+
+    monkeypatch.setattr(Path, "read_bytes", read)
     # re backtracks in C for minutes, and lets no other thread run.
     hang = "import faulthandler, re; faulthandler.enable(); print(flush=True); re.match"
     code = f"{hang}('(a*)*b', 'a' * 40)"
@@ -308,7 +317,7 @@ def test_a_worker_that_is_killed_logs_the_stacks_of_its_threads_whoever_holds_th
     try:
         for process in (ray_worker, other):
             assert process.stdout and process.stdout.readline()
-        pids = [ray_worker.pid, other.pid, 2**22 + 1]
+        pids = [1, ray_worker.pid, other.pid, 2**22 + 1]
         kill_workers(pids, wait=lambda _: ray_worker.wait(scaled(30)))
         _, logged = ray_worker.communicate()
         assert other.poll() is None, "its number is another process's by now"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ _JOB_TAG = "shardloom.job_id"
 _MAX_METRICS = 1000
 _MAX_PARAMS = 100
 _MAX_PARAM_CHARS = 500
+_MAX_NAME_CHARS = 250
+# What MLflow takes in no name: other characters, and what would be no path in its simplest form.
+_REFUSED = re.compile(r"[^\w.\- :/]|^[./]+|/(?=[./]|$)")
 _FINAL_STATUS = {"completed": "FINISHED", "cancelled": "KILLED"}
 # A paused job goes on later, in the same run.
 _PAUSED_STATUS = "SCHEDULED"
@@ -77,16 +81,19 @@ class MlflowSink:
         wanted = f"tags.`{_JOB_TAG}` = '{self._job_id}'"
         if found := self._client.search_runs([experiment_id], wanted, max_results=1):
             return str(found[0].info.run_id)
-        labels = {f"label.{key}": text for key, text in self._spec.get("labels", {}).items()}
-        tags = {_JOB_TAG: self._job_id, **labels}
+        labels = self._spec.get("labels", {}).items()
+        tags = {_JOB_TAG: self._job_id, **{_name(f"label.{key}"): text for key, text in labels}}
         name = str(self._spec.get("name", self._job_id))
         run = self._client.create_run(experiment_id, tags=tags, run_name=name)
-        params = [
-            Param(key, text[:_MAX_PARAM_CHARS])
-            for key, text in itertools.islice(flattened(self._spec), _MAX_PARAMS)
-        ]
-        self._client.log_batch(run.info.run_id, params=params)
+        fields = {_name(key): text[:_MAX_PARAM_CHARS] for key, text in flattened(self._spec)}
+        params = itertools.starmap(Param, itertools.islice(fields.items(), _MAX_PARAMS))
+        self._client.log_batch(run.info.run_id, params=[*params])
         return str(run.info.run_id)
+
+
+def _name(text: str) -> str:
+    """A name that MLflow takes."""
+    return _REFUSED.sub("_", text)[:_MAX_NAME_CHARS]
 
 
 def flattened(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -102,7 +109,7 @@ def _metrics_of(events: Sequence[Event]) -> list[Any]:
     from mlflow.entities import Metric
 
     return [
-        Metric(name, value, int(event.time * 1000), event.step)
+        Metric(_name(name), value, int(event.time * 1000), event.step)
         for event in events
         if isinstance(event, Metrics)
         for name, value in event.values.items()

@@ -187,11 +187,13 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     spec = {
         "name": "ratings",
-        "labels": {"team": "ml"},
+        "labels": {"team": "ml", "cost//center": "7"},
         "features": [{"name": "a"}],
+        "model": {"options": {"rate (%)": 5, "/../x/": 6}},
         "training": {"epochs": 3},
     }
-    _write(run_dir, 0, _STARTED, _metrics(10), attempt_ended("paused"), stream="driver")
+    metrics = _metrics(10, **{"train/loss": 0.1, "clicks (%)": 2.0})
+    _write(run_dir, 0, _STARTED, metrics, attempt_ended("paused"), stream="driver")
     _feed(MlflowSink(uri, "recommenders", JOB, spec), run_dir).feed()
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("recommenders")
@@ -217,7 +219,10 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
     assert (same.info.run_id, same.info.status) == (run.info.run_id, "FINISHED")
     assert same.data.params["training.epochs"] == "3"
     assert not [name for name in same.data.params if name.startswith("features")]
-    assert same.data.tags["label.team"] == "ml"
+    options = {name: same.data.params[f"model.options.{name}"] for name in ("rate ___", "_../x_")}
+    assert options == {"rate ___": "5", "_../x_": "6"}
+    labels = same.data.tags["label.team"], same.data.tags["label.cost_/center"]
+    assert labels == ("ml", "7") and same.data.metrics["clicks ___"] == 2
     # A run that nobody remembers is found again.
     memory: Memory = {}
     MlflowSink(uri, "recommenders", JOB, spec).open(memory)

@@ -254,10 +254,16 @@ class JobStore(Transactions):
         return [(row["job_id"], row["index"]) for row in self.rows(query)]
 
     @repeated
-    def set_collection(self, attempt_id: str, collect_at: float | None) -> None:
-        """When late records of an attempt are to be collected (Unix seconds); None: they were."""
+    def set_collection(self, attempt_id: str, collect_at: float) -> None:
+        """When late records of an attempt are to be collected (Unix seconds)."""
         chosen = update(attempts).where(attempts.c.id == attempt_id)
         self.execute(chosen.values(collect_at=collect_at))
+
+    @repeated
+    def end_collection(self, attempt_id: str, collect_at: float) -> None:
+        """Note that late records were collected, unless they are to be at another time since."""
+        chosen = (attempts.c.id == attempt_id, attempts.c.collect_at == collect_at)
+        self.execute(update(attempts).where(*chosen).values(collect_at=None))
 
     @repeated
     def append_events(

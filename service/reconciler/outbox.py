@@ -81,10 +81,11 @@ class OutboxCollector:
     def collect_late(self, job_id: str, index: int) -> None:
         """Store what workers wrote that outlived their attempt; again later if that fails."""
         attempt = attempt_id(job_id, index)
-        self.store.set_collection(attempt, self.clock() + _RETRY_S)
+        retry_at = self.clock() + _RETRY_S
+        self.store.set_collection(attempt, retry_at)
         self.collect(job_id, index)
         in_time(self.settings.runs_dir, partial(remove_token, job_id, attempt, self.settings))
-        self.store.set_collection(attempt, None)
+        self.store.end_collection(attempt, retry_at)
 
     def _take(self, attempt: str, batch: EventBatch) -> None:
         """Store a batch; a note takes the place of a record that cannot be stored."""

@@ -282,6 +282,14 @@ def test_late_records_are_collected_again_after_a_failure_or_a_restart(
             house.poll()
     assert house.store.attempts_to_collect(house.now) == []
     house.now += 60.0
+
+    def receive_more(*_: object) -> None:
+        house.leave(job, checkpoint(20), checkpoint(30), stream="workers-0")
+        house.store.set_collection(f"{job.id}-a0", house.now + 5.0)
+
+    with monkeypatch.context() as receiving:
+        receiving.setattr(outbox, "remove_token", receive_more)
+        house.poll(2, every_s=5.0)
     house.poll()
-    assert [found.step for found in house.store.list_checkpoints(job.id)] == [20]
+    assert [found.step for found in house.store.list_checkpoints(job.id)] == [20, 30]
     assert house.store.attempts_to_collect(house.now + 3600) == []

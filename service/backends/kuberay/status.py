@@ -153,43 +153,60 @@ def _pending_message(rayjob: Mapping[str, Any], status: Mapping[str, Any], pod_p
     return "its RayJob waits for KubeRay's operator (if that lasts: is it at work?)"
 
 
-def pod_problem_in(
-    pods: Sequence[Manifest], events: Sequence[Manifest] = (), now: float | None = None
-) -> str:
+def pod_problem_in(pods: Sequence[Manifest], *, with_ended: bool = False) -> str:
     """What keeps pods from running, in a sentence, with where it was seen; empty if nothing does.
 
-    Events tell of pods that could not even be made; with `now` (Unix seconds) old ones are over.
+    `with_ended` tells of those that have ended, too, where none of them should.
     """
-    for found in (_stuck, _unscheduled):
+    for found in (_stuck, _unscheduled, *([_ended] if with_ended else [])):
         for pod in pods:
             message = found(pod.get("status") or {})
             if message:
                 return f"pod {pod['metadata']['name']}: {message}"[:_MAX_CHARS]
+    return ""
+
+
+def event_problem_in(events: Sequence[Manifest], now: float) -> str:
+    """The newest warning, as of pods that could not even be made; old ones are over."""
     warnings = [event for event in events if event.get("type") == "Warning"]
     newest = max(warnings, key=_time_of, default=None)
-    if newest is None or (now is not None and now - unix_s(_time_of(newest), now) > _WARNING_AGE_S):
+    if newest is None or now - unix_s(_time_of(newest), now) > _WARNING_AGE_S:
         return ""
     return f"{newest.get('reason')}: {newest.get('message')}"[:_MAX_CHARS]
 
 
-def _stuck(status: Mapping[str, Any]) -> str:
-    """A pod that was evicted or not let in, or a container that cannot be started or has failed."""
-    if status.get("phase") == "Failed" and status.get("reason"):
-        return f"{status['reason']}: {status.get('message', 'no message')}"
+def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     names = ("initContainerStatuses", "containerStatuses")
-    for each in (one for name in names for one in status.get(name) or ()):
-        state = each.get("state") or {}
-        waiting = state.get("waiting") or {}
-        ended = state.get("terminated") or (each.get("lastState") or {}).get("terminated") or {}
-        why = (
-            f"{ended.get('reason')}, exit code {ended['exitCode']}" if ended.get("exitCode") else ""
-        )
+    return [each for name in names for each in status.get(name) or ()]
+
+
+def _stuck(status: Mapping[str, Any]) -> str:
+    """A container that cannot be started."""
+    for each in _containers(status):
+        waiting = (each.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in _BAD_WAITS:
+            why = _failed(each.get("lastState"))
             after = f" (it ended before: {why})" if why else ""
             return f"{waiting['reason']}: {waiting.get('message', 'no message')}{after}"
+    return ""
+
+
+def _ended(status: Mapping[str, Any]) -> str:
+    """A pod that was evicted or not let in by its machine, or a container that failed."""
+    if status.get("phase") == "Failed" and status.get("reason"):
+        return f"{status['reason']}: {status.get('message', 'no message')}"
+    for each in _containers(status):
+        why = _failed(each.get("state")) or _failed(each.get("lastState"))
         if why and not each.get("ready"):
             return f"container {each.get('name')} ended: {why}"
     return ""
+
+
+def _failed(state: Mapping[str, Any] | None) -> str:
+    """How a container ended, as in "OOMKilled, exit code 137"; empty where it did not fail."""
+    ended = (state or {}).get("terminated") or {}
+    code = ended.get("exitCode")
+    return f"{ended.get('reason')}, exit code {code}" if code else ""
 
 
 def _unscheduled(status: Mapping[str, Any]) -> str:

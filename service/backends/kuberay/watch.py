@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from service.backends.kuberay.client import EVENTS, PODS, RAYJOBS, KubeApi, KubeRefused, Resource
 from service.backends.kuberay.manifest import SELECTOR, Manifest
-from service.backends.kuberay.status import is_suspended, pod_problem_in
+from service.backends.kuberay.status import event_problem_in, is_suspended, pod_problem_in
 from service.errors import BackendUnreachable
 
 logger = logging.getLogger(__name__)
@@ -66,12 +66,12 @@ class PodProblems:
     def _ask(self, name: str, cluster: str) -> str:
         """Pods tell most; events of those that could not be made, and of the cluster itself."""
         pods = self._items(PODS, labelSelector=f"ray.io/cluster={cluster}")
-        if found := pod_problem_in(pods):
+        if found := pod_problem_in(pods, with_ended=True):
             return found
         events: list[Manifest] = []
         for each in (name, cluster):
             events += self._items(EVENTS, fieldSelector=f"involvedObject.name={each}")
-        return pod_problem_in((), events, self._clock())
+        return event_problem_in(events, self._clock())
 
     def _items(self, resource: Resource, **selector: Any) -> list[Manifest]:
         return list(self._api.list(resource, **selector).get("items") or [])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from service.backends.kuberay.backend import KEEP_CUT_OFF_S, KEEP_ENDED_S, is_garbage
 from service.backends.kuberay.manifest import LET_GO
 from service.backends.kuberay.status import (
+    event_problem_in,
     is_evicted,
     is_given_up,
     is_over,
@@ -153,33 +154,30 @@ def test_pods_say_what_keeps_them() -> None:
 
 def test_pods_that_were_killed_as_they_started_say_why() -> None:
     killed = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
-    head = {"name": "ray-head", "state": killed}
-    assert "container ray-head ended: OOMKilled" in pod_problem_in([_pod(containerStatuses=[head])])
+    head = _pod(containerStatuses=[{"name": "ray-head", "state": killed}])
+    assert "container ray-head ended: OOMKilled" in pod_problem_in([head], with_ended=True)
+    assert pod_problem_in([head]) == "", "a Job of Kubernetes makes another pod"
     again = _waiting("CrashLoopBackOff") | {"lastState": killed}
     assert "before: OOMKilled, exit code 137" in pod_problem_in([_pod(containerStatuses=[again])])
     well = {"name": "ray-head", "ready": True, "state": {"running": {}}, "lastState": killed}
     done = {"state": {"terminated": {"reason": "Completed", "exitCode": 0}}}
-    pods = [_pod(initContainerStatuses=[done], containerStatuses=[well])]
-    assert pod_problem_in(pods) == "", "what runs again is no problem any more"
+    up = _pod(initContainerStatuses=[done], containerStatuses=[well])
+    assert pod_problem_in([up], with_ended=True) == "", "what runs again is no problem any more"
     evicted = _pod(phase="Failed", reason="Evicted", message="The node was low on memory.")
-    assert pod_problem_in([evicted]) == "pod pod-1: Evicted: The node was low on memory."
+    told = pod_problem_in([evicted], with_ended=True)
+    assert told == "pod pod-1: Evicted: The node was low on memory."
 
 
 def test_pods_that_could_not_be_made_are_told_of_by_the_newest_warning() -> None:
     events = [
         {"type": "Warning", "reason": "Old", "message": "a", "lastTimestamp": "2026-01-01T00:00Z"},
         {"type": "Warning", "reason": "FailedToCreateHeadPod", "message": "exceeded quota: team"}
-        | {"lastTimestamp": None, "eventTime": "2026-01-02T00:00Z"},
+        | {"lastTimestamp": None, "eventTime": "2026-01-01T00:01Z"},
         {"type": "Normal", "reason": "Fine", "message": "c", "lastTimestamp": "2026-01-03T00:00Z"},
     ]
-    assert pod_problem_in([], events) == "FailedToCreateHeadPod: exceeded quota: team"
-
-
-def test_warnings_of_long_ago_are_over() -> None:
-    event = {"type": "Warning", "reason": "FailedToCreateRayCluster", "message": "quota"}
-    event["lastTimestamp"] = "2026-01-01T00:00:00Z"
-    assert "FailedToCreateRayCluster" in pod_problem_in([], [event], _CREATED_AT + 60)
-    assert pod_problem_in([], [event], _CREATED_AT + 3600) == ""
+    told = event_problem_in(events, _CREATED_AT + 120)
+    assert told == "FailedToCreateHeadPod: exceeded quota: team"
+    assert event_problem_in(events, _CREATED_AT + 3600) == "", "that is long ago"
 
 
 @given(st.sampled_from(_DEPLOYMENTS), st.sampled_from(_JOBS), st.booleans(), st.booleans())

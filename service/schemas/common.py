@@ -7,7 +7,8 @@ give as `after` for the following page, and null on the last one.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -35,6 +36,12 @@ class Page(ApiModel, Generic[Item]):
 
     items: list[Item]
     next: str | None = None
+
+    @classmethod
+    def of(cls, found: Sequence[Any], limit: int, view: Callable[[Any], Item]) -> Page[Item]:
+        """At most `limit` items, `view` of what was found: that is one more where there is more."""
+        following = str(found[limit - 1].id) if len(found) > limit else None
+        return cls(items=[view(each) for each in found[:limit]], next=following)
 
 
 class Problem(ApiModel):

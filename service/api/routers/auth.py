@@ -36,8 +36,7 @@ def list_audit(
     context.security.audit.flush()
     wanted = AuditFilter(actor, action, object, since, refused)
     found = context.security.keys.list_audit(wanted, before=after, limit=limit + 1)
-    shown = found[:limit]
-    return Page(items=shown, next=str(shown[-1].id) if len(found) > limit else None)
+    return Page.of(found, limit, lambda record: record)
 
 
 @router.get("/whoami", summary="Who asks, and what they may do")
@@ -71,8 +70,7 @@ def list_keys(
 ) -> Page[KeyOut]:
     """One page of keys, the revoked ones included; never their secrets."""
     found = context.security.keys.list_keys(after=after, limit=limit + 1)
-    shown = [KeyOut.model_validate(key) for key in found[:limit]]
-    return Page(items=shown, next=shown[-1].id if len(found) > limit else None)
+    return Page.of(found, limit, KeyOut.model_validate)
 
 
 @router.delete("/keys/{key_id}", summary="Revoke an API key")

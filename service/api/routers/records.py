@@ -182,9 +182,8 @@ def list_events(
         start = after if last_event_id is None else last_event_id
         follower = TimelineFollower(context.store, job.id, start, with_progress=progress)
         return stream(follower.poll, context)
-    lines = context.store.list_timeline(job.id, after=after, limit=limit, kinds=kinds or ())
-    following = str(lines[-1].id) if len(lines) == limit else None
-    return Page(items=[TimelineEventOut.model_validate(line) for line in lines], next=following)
+    lines = context.store.list_timeline(job.id, after=after, limit=limit + 1, kinds=kinds or ())
+    return Page.of(lines, limit, TimelineEventOut.model_validate)
 
 
 @router.get("/jobs/{job}/metrics", summary="Metric series of a job, downsampled")

@@ -103,9 +103,7 @@ def list_sweeps(
 ) -> Page[SweepSummary]:
     """Sweeps of the projects that one may see."""
     found = context.sweeps.list_sweeps(principal.projects, after=after, limit=limit + 1)
-    page = found[:limit]
-    following = page[-1].id if len(found) > limit else None
-    return Page(items=[sweep_summary(each) for each in page], next=following)
+    return Page.of(found, limit, sweep_summary)
 
 
 @router.get("/{sweep_id}", summary="Read a sweep with its trials")

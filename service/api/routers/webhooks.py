@@ -126,9 +126,8 @@ def list_deliveries(
     state: DeliveryState | None = None,
 ) -> Page[DeliveryOut]:
     """What was sent, what waits and what failed, with the receiver's answer."""
-    found = context.webhooks.list_deliveries(webhook_id, after=after, limit=limit, state=state)
-    following = str(found[-1].id) if len(found) == limit else None
-    return Page(items=[DeliveryOut.model_validate(each) for each in found], next=following)
+    found = context.webhooks.list_deliveries(webhook_id, after=after, limit=limit + 1, state=state)
+    return Page.of(found, limit, DeliveryOut.model_validate)
 
 
 @router.post(

@@ -340,13 +340,9 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
         Raises `NotFound` if it is gone, and OSError if it cannot be written.
         """
-        params = {"attempt": trace.attempt_id}
-        path = job_path(job, "traces", trace.name)
-        response = self._send("GET", path, repeatable=True, params=params)
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / Path(trace.name).name
-        target.write_bytes(response.content)
-        return target
+        path, params = job_path(job, "traces", trace.name), {"attempt": trace.attempt_id}
+        return self._download(path, params, folder / Path(trace.name).name)
 
     # ---- the queue and projects
 

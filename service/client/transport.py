@@ -187,7 +187,8 @@ class Connection:
         self._timeout_s = timeout_s
         try:
             url = httpx.URL(self.base_url)
-        except httpx.InvalidURL as error:
+            url.host.encode("idna")
+        except (httpx.InvalidURL, UnicodeError) as error:
             raise ServiceUnreachable(base_url, f"not a valid URL: {error}") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ServiceUnreachable(base_url, "a URL reads http://HOST:PORT")
@@ -251,7 +252,7 @@ class Connection:
             yield found
             if self._clock() >= deadline:
                 return
-            self._sleep(poll_s)
+            self._sleep(min(poll_s, deadline - self._clock()))
 
     def _request(self, method: str, path: str, answer: type[Answer], **options: Any) -> Answer:
         """Send a request and check its answer; `options` as of `_send`."""
@@ -281,12 +282,14 @@ class Connection:
         patience_s: float = 0.0,
         deadline: float = math.inf,
         params: Params | None = None,
+        target: Path | None = None,
         **content: Any,
     ) -> httpx.Response:
         """Send a request, again while its failures are transient if it is `repeatable`.
 
         After `deadline` (of the clock) it is not sent again, nor waited for longer than
-        `_LAST_LOOK_S`. `content` is as in `httpx.Client.request`.
+        `_LAST_LOOK_S`. The answer is read, or written to `target`, which is replaced once all is
+        there (raises OSError). `content` is as in `httpx.Client.request`.
         """
         budget = self._budget(patience_s, deadline)
         while True:
@@ -294,9 +297,16 @@ class Connection:
                 left_s = max(deadline - self._clock(), _LAST_LOOK_S)
                 content["timeout"] = min(left_s, self._timeout_s)
             try:
-                with self._reaching():
-                    response = self._http.request(method, path, params=_given(params), **content)
-                    return self._checked(response)
+                with (
+                    self._reaching(),
+                    self._http.stream(method, path, params=_given(params), **content) as response,
+                ):
+                    self._checked(response)
+                    if target is None:
+                        response.read()
+                    else:
+                        _save(response, target)
+                    return response
             except ShardloomError as error:
                 if not repeatable or not is_transient(error) or self._clock() >= deadline:
                     raise
@@ -344,13 +354,9 @@ class Connection:
                     budget.reset()
 
     def _download(self, path: str, params: Params, target: Path) -> Path:
-        """Write an answer to a file, which is replaced once all is there; raises OSError."""
-        partial = target.with_name(f"{target.name}.partial")
-        with self._reaching(), self._http.stream("GET", path, params=_given(params)) as response:
-            self._checked(response)
-            with partial.open("wb") as file:
-                file.writelines(response.iter_bytes())
-        return partial.replace(target)
+        """Write what a GET answers to a file, which is replaced once all is there; OSError."""
+        self._send("GET", path, repeatable=True, params=params, target=target)
+        return target
 
     def _parse_event(self, event: ServerSentEvent, answer: type[Answer]) -> Answer:
         return self._validate(event.data, answer, self.base_url)
@@ -363,7 +369,7 @@ class Connection:
         """Raise `ServiceUnreachable` for the errors of a connection."""
         try:
             yield
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             cause = str(error) or type(error).__name__
             raise ServiceUnreachable(self.base_url, cause) from error
 
@@ -388,3 +394,13 @@ class Connection:
 
 def _given(params: Params | None) -> Params:
     return {key: value for key, value in (params or {}).items() if value is not None}
+
+
+def _save(response: httpx.Response, target: Path) -> None:
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(response.iter_bytes())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -193,10 +194,30 @@ def test_an_answer_of_another_program_is_named_as_such():
         page = httpx.Response(status, text="<html>hello</html>")
         with pytest.raises(UnexpectedAnswer, match=said):
             Script(page).client().get_job("ratings")
+    broken = httpx.ByteStream(b"not gzipped")
+    answer = httpx.Response(200, headers={"content-encoding": "gzip"}, stream=broken)
+    with pytest.raises(ServiceUnreachable, match="decompressing"):
+        Script(answer).client(num_retries=0).get_job("ratings")
+
+
+def test_a_download_is_repeated_until_all_is_there_and_leaves_no_parts(tmp_path: Path) -> None:
+    def broken_off() -> Iterator[bytes]:
+        yield b"half"
+        raise httpx.ReadError("reset")
+
+    whole = httpx.Response(200, content=b"whole")
+    answers = [httpx.Response(503), httpx.Response(200, content=broken_off()), whole]
+    target = tmp_path / "logs.zip"
+    assert Script(*answers).client().download_logs("ratings", target).read_bytes() == b"whole"
+    missing = Script(httpx.Response(200, content=broken_off())).client(num_retries=0)
+    with pytest.raises(ServiceUnreachable):
+        missing.download_logs("ratings", target)
+    assert [*tmp_path.iterdir()] == [target]
+    assert target.read_bytes() == b"whole"
 
 
 def test_a_malformed_url_is_refused_at_once():
-    for url in ("localhost:8700", "ftp://x", "http://", "http://x:notaport"):
+    for url in ("localhost:8700", "ftp://x", "http://", "http://x:notaport", "http://a..b"):
         with pytest.raises(ServiceUnreachable):
             ShardloomClient(url)
 
@@ -295,6 +316,10 @@ def test_a_wait_is_for_the_job_that_had_the_name_when_it_began() -> None:
 def test_waiting_keeps_to_its_time_limit():
     with pytest.raises(TimeoutError, match="RUNNING"):
         Script(ok(job_body())).client().wait("ratings", timeout_s=0.0)
+    live = Script(*[ok(job_body()) for _ in range(2)])
+    with pytest.raises(TimeoutError, match="RUNNING"):
+        live.client().wait("ratings", timeout_s=5.0, poll_s=30.0)
+    assert live.clock.now == 5.0
     away = Script(*[httpx.ConnectError("gone")] * 100)
     with pytest.raises(ServiceUnreachable):
         away.client(num_retries=0).wait("ratings", timeout_s=10.0)

@@ -104,6 +104,10 @@ def check_address(settings: Settings, *, has_credentials: bool) -> None:
         )
     if (settings.ssl_certfile is None) != (settings.ssl_keyfile is None):
         raise ServiceError("SHARDLOOM_SSL_CERTFILE and SHARDLOOM_SSL_KEYFILE go together")
+    provider = (settings.oidc_issuer, settings.oidc_audience, settings.oidc_jwks_url)
+    if any(provider) and not all(provider):
+        names = "SHARDLOOM_OIDC_ISSUER, SHARDLOOM_OIDC_AUDIENCE and SHARDLOOM_OIDC_JWKS_URL"
+        raise ServiceError(f"{names} go together, or no token of the provider is taken")
 
 
 def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI:

@@ -68,11 +68,13 @@ def test_only_loopback_has_other_modes_than_required(tmp_path: Path) -> None:
         assert not is_loopback(name)
 
 
-def test_a_certificate_wants_its_key(tmp_path: Path) -> None:
+def test_settings_of_which_one_wants_another_are_refused_without_it(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, ssl_certfile=tmp_path / "cert.pem")
     assert settings.service_url == "https://127.0.0.1:8700"
-    with pytest.raises(ServiceError, match="go together"):
-        check_address(settings, has_credentials=True)
+    without_audience = Settings(home=tmp_path, oidc_issuer="https://id", oidc_jwks_url="https://id")
+    for each in (settings, without_audience):
+        with pytest.raises(ServiceError, match="go together"):
+            check_address(each, has_credentials=True)
 
 
 def test_local_mode_is_for_whoever_has_its_token(open_guarded: GuardedApps) -> None:

@@ -175,7 +175,6 @@ class RunMetrics:
         self._incident: _Incident | None = None
         self._num_tries = 0
         self._heartbeat_at: dict[int, float] = {}
-        self._durable_steps: dict[int, int] = {}
 
     def start_round(self) -> None:
         self._num_tries += 1
@@ -220,20 +219,11 @@ class RunMetrics:
         """The nominal step: one for as many rows as the whole job takes at once."""
         return ledger.rows_done // self._rows_per_step
 
-    def remember(self, ledger: Ledger) -> None:
-        """Note the step of a commit, in case a checkpoint of it becomes durable."""
-        self._durable_steps[ledger.commit] = self.step(ledger)
-        self._durable_steps = {
-            commit: step
-            for commit, step in self._durable_steps.items()
-            if commit >= ledger.checkpoint_commit
-        }
-
     def as_event(self, ledger: Ledger, generation: int, now: float) -> Metrics:
         """The job's goodput, the nominal steps at risk, and its groups."""
-        step = durable_step = self.step(ledger)
-        if ledger.checkpoint_commit != ledger.commit:
-            durable_step = self._durable_steps.get(ledger.checkpoint_commit, 0)
+        step = self.step(ledger)
+        is_durable = ledger.checkpoint_commit == ledger.commit
+        durable_step = step if is_durable else ledger.led.saved_step
         values = self.goodput.metrics(now, step, durable_step) | {
             "elastic/generation": float(generation),
             "elastic/commit_interval_s": self.goodput.commit_interval_s,

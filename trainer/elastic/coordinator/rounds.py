@@ -213,7 +213,6 @@ class SyncRounds:
         for lease in self._book.adopt(self._skipped, group):
             self._book.skip(lease.id)
         self.ledger = self._book.entered_in(ledger)
-        self._metrics.remember(self.ledger)
 
     def take_over(self, trained: Sequence[Group], now: float) -> None:
         """Continue from the ledger with the most commits that a current group holds.
@@ -225,7 +224,6 @@ class SyncRounds:
         self._book.restore(self.ledger)
         self._tuner.resume(self.ledger.tuning)
         self._metrics.record_incident("the coordinator was restarted", now)
-        self._metrics.remember(self.ledger)
         for group in trained:
             group.promote()
             self._metrics.goodput.train(group.group, now)
@@ -585,7 +583,6 @@ class SyncRounds:
             group.missed_round = ended.number
             self._end_round_of(group, ended.number)
         recovered = self._metrics.commit(self.generation, self.ledger.commit, now)
-        self._metrics.remember(self.ledger)
         self._emit_membership(now)
         if recovered:
             self._effects.append(recovered)

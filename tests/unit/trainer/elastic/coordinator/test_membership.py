@@ -1082,12 +1082,12 @@ def test_a_pause_is_what_a_recovery_took_beyond_the_usual():
     assert chronicle.commit(generation=2, commit=5, now=5.5) is None
 
 
-def test_steps_are_at_risk_until_a_checkpoint_holds_them():
+def test_steps_are_at_risk_until_a_checkpoint_holds_them_also_after_a_restart():
     chronicle = RunMetrics(rows_per_step=10)
-    for commit in range(1, 5):
-        chronicle.remember(Ledger(commit=commit, rows_trained=100 * commit))
-    for checkpoint, num_steps in ((3, 10), (4, 0)):
-        ledger = Ledger(commit=4, rows_trained=400, checkpoint_commit=checkpoint)
+    resumed = TrainState(step=40, reached=DataPosition(1, 0), rows_trained=400, commit=4).ledger
+    trained = resumed.model_copy(update={"commit": 5, "rows_trained": 500})
+    saved = trained.model_copy(update={"checkpoint_commit": 5})
+    for ledger, num_steps in ((resumed, 0), (trained, 10), (saved, 0)):
         assert chronicle.as_event(ledger, 1, 0.0).values["risk/steps_undurable"] == num_steps
 
 

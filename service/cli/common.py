@@ -228,7 +228,8 @@ def _absolute(path: Any) -> Any:
     """URLs, and what is no path, stay as they are."""
     if not isinstance(path, str) or not path or "://" in path:
         return path
-    return os.path.normpath(Path.cwd() / Path(path).expanduser())
+    # Unlike that of pathlib it leaves a user that is not known.
+    return os.path.normpath(Path.cwd() / os.path.expanduser(path))  # noqa: PTH111
 
 
 def exit_code_of(status: JobStatus) -> int:

@@ -156,7 +156,7 @@ def test_a_clone_takes_relative_paths_and_force_as_a_submit_does(service, tmp_pa
         ("data.path=prepared", {"data.path": str(tmp_path / "prepared")}),
         ("data={path: ratings}", {"data": {"path": str(tmp_path / "ratings")}}),
         ("data.path=s3://bucket/ratings", {"data.path": "s3://bucket/ratings"}),
-        ("data.path=~nobody/x", {"data.path": str(tmp_path / "~nobody/x")}),
+        ("data.path=~no-such-user/x", {"data.path": str(tmp_path / "~no-such-user/x")}),
     ):
         result = shardloom("clone", "ratings", "--set", changes, "--force")
         assert (result.exit_code, result.stdout) == (0, "job-0000000000ab\n")

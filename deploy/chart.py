@@ -1,11 +1,10 @@
 """The Helm chart of k8s/chart, rendered and packaged by Helm itself (its library, as a wheel).
 
-python -m deploy.chart render [FOLDER]    each of k8s/examples as FOLDER/NAME.yaml (build/k8s)
-python -m deploy.chart package [FOLDER]   FOLDER/shardloom-VERSION.tgz (dist), linted, with rules
-                                          and dashboards
-python -m deploy.chart push [FOLDER]      packages it, and pushes it to the registry and folder
-                                          CHART_REPOSITORY (oci://registry.example/charts), as
-                                          REGISTRY_USER with REGISTRY_PASSWORD where they are set
+python -m deploy.chart render    each of k8s/examples as build/k8s/NAME.yaml
+python -m deploy.chart package   dist/shardloom-VERSION.tgz, linted, with rules and dashboards
+python -m deploy.chart push      packages it, and pushes it to the registry and folder
+                                 CHART_REPOSITORY (oci://registry.example/charts), as
+                                 REGISTRY_USER with REGISTRY_PASSWORD where they are set
 """
 
 from __future__ import annotations
@@ -87,20 +86,18 @@ def main() -> int:
     """Render, package or push; 1 where lint finds something."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("render", "package", "push"))
-    parser.add_argument("folder", nargs="?", type=Path)
-    arguments = parser.parse_args()
-    is_package = arguments.what != "render"
-    out: Path = arguments.folder or ROOT / ("dist" if is_package else "build/k8s")
+    what = parser.parse_args().what
+    out = ROOT / ("build/k8s" if what == "render" else "dist")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as made:
         chart = copy_whole(Path(made))
         if found := problems(chart):
             print("\n".join(found), file=sys.stderr)
             return 1
-        if is_package:
+        if what != "render":
             package = helm_python.package(chart, destination=out)
             print(package)
-            if arguments.what == "push":
+            if what == "push":
                 print(push(package, os.environ))
             return 0
         for path in sorted(EXAMPLES.glob("*.yaml")):

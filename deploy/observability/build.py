@@ -1,16 +1,15 @@
-"""Writes what Kubernetes and Grafana take of ours: `python -m deploy.observability.build [FOLDER]`.
+"""Writes what Kubernetes and Grafana take of ours: `python -m deploy.observability.build`.
 
-    FOLDER/rules.yaml             the groups of deploy/observability/rules, for a PrometheusRule
-    FOLDER/dashboards/NAME.json   Grafana's dashboards
+    rules.yaml             the groups of deploy/observability/rules, for a PrometheusRule
+    dashboards/NAME.json   Grafana's dashboards
 
-By default into the chart's folder `files`, from which compose.yaml mounts the dashboards as well.
+They go into the chart's folder `files`, from which compose.yaml mounts the dashboards as well.
 They are outputs: git ignores them, a packaged chart has them.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,4 +54,4 @@ def write_files(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_files(Path(sys.argv[1]) if len(sys.argv) > 1 else CHART_FILES)
+    write_files(CHART_FILES)

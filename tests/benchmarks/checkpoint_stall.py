@@ -37,17 +37,14 @@ GOAL = Goal("step_time", "step_s", "s", 1.02, "lower", "the same steps without c
 def run(num_pairs: int) -> BenchmarkReport:
     with TemporaryDirectory(prefix="shardloom-bench-") as folder:
         log(f"{WORKLOAD.world_size} ranks, {num_pairs} pairs of {STEPS} steps")
-        first_stall_s, pairs = run_ranks(
+        pairs = run_ranks(
             ranks.measure,
             WORKLOAD.world_size,
             *(WORKLOAD, Path(folder), STEPS, SYNC_EVERY_STEPS, num_pairs),
             timeout_s=TIMEOUT_S,
         )[0]
         newest = list_committed(RunDir(Path(folder)).checkpoints_dir)[-1]
-    settings = _settings() | {
-        "checkpoint_bytes": newest.commit.size_bytes,
-        "first_stall_s": round(first_stall_s, 4),
-    }
+    settings = _settings() | {"checkpoint_bytes": newest.commit.size_bytes}
     return BenchmarkReport(NAME, settings, [GOAL], runs_of(pairs), rows_of(pairs))
 
 

@@ -14,10 +14,8 @@ its own (`control_plane_tick`).
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 import statistics
-import subprocess
 import sys
 import time
 import uuid
@@ -46,6 +44,7 @@ from tests.benchmarks.report import (
     Values,
     log,
     main,
+    run_module,
     run_pairs,
 )
 from tests.conftest import EXAMPLE_SPEC
@@ -282,11 +281,7 @@ def shardloom_server(folder: Path) -> Iterator[ShardloomServer]:
 def tick() -> Values:
     """What a pass over a thousand running jobs takes, and an idle second with a hundred."""
     with TemporaryDirectory(prefix="shardloom-tick-") as folder:
-        command = [sys.executable, "-m", "tests.benchmarks.control_plane_tick", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise BenchmarkError(f"the reconciler's part failed: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        return run_module("control_plane_tick", folder)
 
 
 def run(num_pairs: int) -> BenchmarkReport:

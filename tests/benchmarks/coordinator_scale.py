@@ -85,9 +85,7 @@ class Scale:
     num_groups: int
     cpu_s: float
     commit_s: float
-    received_bytes: float
     sent_bytes: float
-    loss_cpu_s: float
     loss_s: float
 
 
@@ -127,32 +125,30 @@ def measure(num_groups: int, num_syncs: int = NUM_SYNCS) -> Scale:
         ledger = coordinator.status().ledger
         if ledger.commit != num_syncs + 1 or not ledger.rows_trained:
             raise BenchmarkError(f"the syncs were not committed as expected: {ledger}")
-        loss_cpu_s, loss_s = _measure_loss(agents)
+        loss_s = _measure_loss(agents)
         departed = [each.group for each in coordinator.status().departures]
         if departed != [0]:
             raise BenchmarkError(f"groups {departed} were lost instead of [0]")
-    cpu_s, commit_s, received, sent = (statistics.median(each) for each in zip(*syncs, strict=True))
-    scale = Scale(num_groups, cpu_s, commit_s, received, sent, loss_cpu_s, loss_s)
+    cpu_s, commit_s, sent = (statistics.median(each) for each in zip(*syncs, strict=True))
+    scale = Scale(num_groups, cpu_s, commit_s, sent, loss_s)
     log(str(scale))
     return scale
 
 
-def _measure_sync(agents: Sequence[Connection]) -> tuple[float, float, int, int]:
-    """(CPU seconds, seconds from the last arrival, bytes received, bytes sent) of a sync."""
+def _measure_sync(agents: Sequence[Connection]) -> tuple[float, float, int]:
+    """(CPU seconds, seconds from the last arrival, bytes sent) of a sync."""
     cpu_s = time.process_time()
     told = ask_all(agents, "sync")
     cpu_s = time.process_time() - cpu_s
     commit_s = max(each.ended_at for each in told) - max(each.began_at for each in told)
-    return cpu_s, commit_s, sum(e.sent_bytes for e in told), sum(e.read_bytes for e in told)
+    return cpu_s, commit_s, sum(each.read_bytes for each in told)
 
 
-def _measure_loss(agents: Sequence[Connection]) -> tuple[float, float]:
-    """(CPU seconds, seconds until the last survivor is told) of the loss of group 0."""
+def _measure_loss(agents: Sequence[Connection]) -> float:
+    """Seconds from the loss of group 0 until the last survivor is told."""
     ask_all(agents, "vote_all_but_one")
-    cpu_s = time.process_time()
     told = ask_all(agents, "lose_one")
-    cpu_s = time.process_time() - cpu_s
-    return cpu_s, max(each.ended_at for each in told) - min(each.began_at for each in told)
+    return max(each.ended_at for each in told) - min(each.began_at for each in told)
 
 
 @contextmanager
@@ -189,12 +185,11 @@ def window_bounds() -> list[int]:
 
 @dataclass(frozen=True)
 class Told:
-    """When a phase began and ended (monotonic seconds, alike in all processes), and its bytes."""
+    """When a phase began and ended (monotonic seconds, alike in all processes); bytes read."""
 
     began_at: float
     ended_at: float
     read_bytes: int
-    sent_bytes: int
 
 
 @contextmanager
@@ -258,7 +253,7 @@ class SimulatedAgents:
         self._selector = selectors.DefaultSelector()
         self._agents: list[SimulatedAgent] = []
         self._verdicts: dict[int, dict[str, Any]] = {}
-        self._num_sent = self._num_read = 0
+        self._num_read = 0
         for group in groups:
             connection = socket.create_connection((host, int(port)), _ANSWER_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -306,11 +301,11 @@ class SimulatedAgents:
         return self._told(began_at)
 
     def _begin(self) -> float:
-        self._num_sent = self._num_read = 0
+        self._num_read = 0
         return time.monotonic()
 
     def _told(self, began_at: float) -> Told:
-        return Told(began_at, time.monotonic(), self._num_read, self._num_sent)
+        return Told(began_at, time.monotonic(), self._num_read)
 
     def _arrive(self) -> float:
         """All beat, then all arrive; returns when the last one did."""
@@ -347,7 +342,6 @@ class SimulatedAgents:
     def _send(self, agent: SimulatedAgent, request_id: int, body: Request) -> None:
         line = Numbered(id=request_id, body=body).model_dump_json().encode() + b"\n"
         agent.connection.sendall(line)
-        self._num_sent += len(line)
 
     def _wait(
         self,

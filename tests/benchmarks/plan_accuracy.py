@@ -10,8 +10,8 @@ takes before it has a model; the rest is the cost model and its profile of CPUs 
 of the group.
 
 `memory_error`: the largest relative error of the peak memory of a layout's fullest rank, of the
-process in all; `model_memory_error`, which has no goal, leaves out what it took before. `spearman`:
-correlation of the order by predicted with that by measured samples/s. There is no peer.
+process in all. `spearman`: correlation of the order by predicted with that by measured samples/s.
+There is no peer.
 
 Plans are asked of a service over REST, each for the first time. `small_plan_s`: seconds of the
 slowest of those of 3 to 400 tables; `large_plan_s`: of 4,000 tables of 12 TB, which one group of
@@ -357,24 +357,14 @@ def _row(case: Case, machine: Machine, ranks: Sequence[Measured]) -> dict[str, A
         "predicted samples/s": round(samples_per_s),
         "peak MB": round(fullest.peak_bytes / 1e6),
         "predicted peak MB": round(peak_bytes / 1e6),
-        "before MB": round(fullest.before_bytes / 1e6),
     }
 
 
 def _values(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     table = polars.DataFrame(rows)
     order = polars.corr("samples/s", "predicted samples/s", method="spearman")
-
-    def error(of_model: bool) -> float:
-        return max(
-            abs(row["predicted peak MB"] - row["peak MB"])
-            / (row["peak MB"] - (row["before MB"] if of_model else 0))
-            for row in rows
-        )
-
     return {
-        "memory_error": error(of_model=False),
-        "model_memory_error": error(of_model=True),
+        "memory_error": max(abs(row["predicted peak MB"] / row["peak MB"] - 1) for row in rows),
         "spearman": float(table.select(order).item()),
     }
 

@@ -211,7 +211,6 @@ def table_rows(measured: Mapping[Side, Mapping[str, float]], base: Side) -> list
             "peak MB": round(values["peak_bytes"] / 1e6),
             "imbalance": round(values["lookup_imbalance"], 3),
             "link MB/step": round(values["link_bytes_per_step"] / 1e6, 2),
-            "CPU ms/step": round(values["cpu_s_per_step"] * 1e3, 1),
             "sync ms/step": round(values["sync_s_per_step"] * 1e3, 1),
         }
         for side, values in measured.items()
@@ -223,21 +222,12 @@ def _settings() -> dict[str, Any]:
         "world_size": WORLD_SIZE,
         "hosts": NUM_HOSTS,
         "link_bits_per_s": LINK.rate_bits_per_s,
-        "link": "veth to a bridge, tc tbf on both ends; the loopback within a host is not shaped",
         "backend": "gloo",
         "batch_size_per_rank": BATCH_SIZE,
         "tables": f"{IN_1D.num_tables} x {IN_1D.table_rows} x {IN_1D.embedding_dim} fp32, "
         "one id a row and table",
         "zipf_exponent": IN_1D.zipf_exponent,
         "model": f"DLRM, dense layers {IN_1D.dense_layers}, over layers {OVER_LAYERS}",
-        "precision": "fp32, computed and sent, unless a row says otherwise",
-        "malloc": "both sides keep freed memory (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_)",
-        "optimizers": "row-wise AdaGrad in backward, Adam for the dense part",
-        "peak_memory": "VmHWM of the rank process, the largest of the ranks",
-        "cpu": "of a rank's process, its threads and system calls, mean over the ranks",
-        "imbalance": "ids looked up, max over mean across ranks",
-        "link_bytes": "sent by the host that sent more, headers included",
-        "table": "each row measured once; the ratio comes from the pairs alone",
     }
 
 

@@ -58,7 +58,6 @@ class RankResult:
     """What one rank measured. `link_bytes` is what its whole host sent over the link."""
 
     window_s: tuple[float, ...]
-    cpu_s: float
     sync_s: float
     link_bytes: int
     peak_bytes: int
@@ -122,13 +121,11 @@ def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> Ran
     steps = trainer.train(cycle(zipf_batches(IN_1D, site.rank, NUM_BATCHES)))
     imbalance = _warm_up(trainer, steps, schedule)
     dist.barrier()
-    cpu_s, sync_s, link_bytes = time.process_time(), trainer.sync_s, sent_bytes()
+    sync_s, link_bytes = trainer.sync_s, sent_bytes()
     window_s = time_windows(steps, schedule)
-    cpu_s = time.process_time() - cpu_s
     dist.barrier()  # so that the other ranks of the host have sent theirs
     return RankResult(
         window_s=window_s,
-        cpu_s=cpu_s,
         sync_s=trainer.sync_s - sync_s,
         link_bytes=sent_bytes() - link_bytes,
         peak_bytes=memory_bytes("VmHWM"),
@@ -207,6 +204,5 @@ def summary(
         "peak_bytes": max(each.peak_bytes for each in results),
         "lookup_imbalance": results[0].lookup_imbalance,
         "link_bytes_per_step": max(each.link_bytes for each in results) / schedule.num_steps,
-        "cpu_s_per_step": statistics.fmean(each.cpu_s for each in results) / schedule.num_steps,
         "sync_s_per_step": max(each.sync_s for each in results) / schedule.num_steps,
     }

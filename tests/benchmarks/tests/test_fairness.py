@@ -285,7 +285,6 @@ def test_what_a_process_begins_with_is_not_scaled():
 CONFIGURATIONS = [*two_d.VARIANTS, *layouts()]
 RESULT = RankResult(
     window_s=(1.0, 2.0, 4.0),
-    cpu_s=3.0,
     sync_s=0.5,
     link_bytes=1000,
     peak_bytes=7,
@@ -311,16 +310,13 @@ def test_a_rank_reads_the_same_batches_in_every_layout_and_others_read_others():
 
 
 def test_a_row_takes_the_slowest_rank_the_middle_window_and_the_fullest_memory():
-    slow = replace(
-        RESULT, window_s=(2.0, 1.0, 5.0), cpu_s=5.0, sync_s=0.75, link_bytes=10, peak_bytes=9
-    )
+    slow = replace(RESULT, window_s=(2.0, 1.0, 5.0), sync_s=0.75, link_bytes=10, peak_bytes=9)
     row = summary([RESULT, slow], SCHEDULE, rows_per_step=100)
     assert row["samples_per_s"] == pytest.approx(1000 / 2.0)
     assert row["samples_per_s_min"] == pytest.approx(1000 / 5.0)
     assert row["samples_per_s_max"] == pytest.approx(1000 / 2.0)
     assert row["peak_bytes"] == 9
     assert row["link_bytes_per_step"] == pytest.approx(1000 / 30)
-    assert row["cpu_s_per_step"] == pytest.approx(4.0 / 30)
     assert row["sync_s_per_step"] == pytest.approx(0.75 / 30)
 
 

@@ -8,12 +8,11 @@ and merged; only then are the rows of the page read.
 from __future__ import annotations
 
 import json
-import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Literal, cast
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
@@ -78,15 +77,6 @@ _MAX_LARGE_BYTES = 1 << 26
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
 
-Comparison = Literal["<", "<=", ">", ">="]
-_OPERATORS: Mapping[Comparison, Callable[[Any, Any], Any]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-
-
 # Without names of groups, which JSON Schema writes in another way than Python.
 METRIC_BOUND = r"^([^<>=\s]+)\s*([<>]=?)\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]{1,3})?)$"
 
@@ -96,7 +86,7 @@ class MetricBound:
     """What the newest value of a metric must be; NaN and a metric that is not there never are."""
 
     name: str
-    comparison: Comparison
+    comparison: str
     value: float
 
     @classmethod
@@ -105,7 +95,7 @@ class MetricBound:
         found = re.fullmatch(METRIC_BOUND, text.strip())
         try:
             if found:
-                return cls(found[1], cast(Comparison, found[2]), float(found[3]))
+                return cls(found[1], found[2], float(found[3]))
         except ValueError:
             pass
         message = f"'{text}' is not as in validation/ne<0.8, with <, <=, > or >="
@@ -206,15 +196,15 @@ def _bounds(wanted: JobFilter, job_id: ColumnElement[str]) -> list[ColumnElement
 
 def _conditions(wanted: JobFilter, kind: Kind) -> list[ColumnElement[bool]]:
     statuses, projects = kind
-    conditions = []
+    conditions: list[ColumnElement[bool]] = []
     if statuses:
-        conditions.append(_is_one_of(jobs.c.status, [status.value for status in statuses]))
+        conditions.append(jobs.c.status.in_([status.value for status in statuses]))
     if wanted.name is not None:
         conditions.append(jobs.c.name == wanted.name)
     if wanted.search:
         conditions.append(jobs.c.id.in_(_found(wanted.search)))
     if projects is not None:
-        conditions.append(_is_one_of(jobs.c.project, projects))
+        conditions.append(jobs.c.project.in_(projects))
     conditions += [_holds(bound) for bound in wanted.metrics]
     if wanted.created_after is not None:
         conditions.append(jobs.c.created_at >= wanted.created_after)
@@ -241,14 +231,9 @@ def _holds(bound: MetricBound) -> ColumnElement[bool]:
         .correlate(metric_names)
         .scalar_subquery()
     )
-    is_within = _OPERATORS[bound.comparison](newest, bound.value)
+    is_within = newest.bool_op(bound.comparison)(bound.value)
     of_job = (names.job_id == jobs.c.id) & (names.name == bound.name)
     return select(names.id).where(of_job, is_within).correlate(jobs).exists()
-
-
-def _is_one_of(column: ColumnElement[str], values: Collection[str]) -> ColumnElement[bool]:
-    (first, *others) = values
-    return column.in_(values) if others else column == first
 
 
 # Statements that are run all the time are made once: that takes longer than to run them.

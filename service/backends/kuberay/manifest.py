@@ -125,7 +125,7 @@ def shape_of(group: Mapping[str, Any]) -> GroupShape:
         resources = container.get("resources", {})
         amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
         start = group.get("rayStartParams") or {}
-        gpus = sum(parse_quantity(amounts[name]) for name in amounts if name.endswith("/gpu"))
+        gpus = sum(parse_quantity(amounts[name]) for name in amounts if _GPU.search(name))
         # Ray rounds a share of a CPU up.
         cpus = math.ceil(parse_quantity(amounts.get("cpu", 0)))
         return GroupShape(
@@ -175,6 +175,8 @@ _NO_SECOND_HEAD = "ray.io/disable-provisioned-head-restart"
 _MAX_NAME_CHARS = 47
 # Key of Ray's token in the Secret that `authOptions.secretName` names.
 _RAY_TOKEN = "auth_token"
+# KubeRay: what it tells Ray of as GPUs, slices of NVIDIA's among them.
+_GPU = re.compile(r"gpu$|^nvidia\.com/mig-")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 # Of one cluster's life, not of how clusters are made.
@@ -406,10 +408,11 @@ def _groups(groups: list[Manifest], size: ClusterSize, spec: JobSpec) -> list[Ma
 
 
 def _is_alike(group: Manifest, size: ClusterSize, spec: JobSpec) -> bool:
-    """Whether as many workers fit its pods, on the same device."""
+    """Whether as many workers fit its pods, on the same device, and each pod comes alone."""
     shape = shape_of(group)
     is_same_device = shape.gives_gpus(spec) == size.shape.gives_gpus(spec)
-    return is_same_device and shape.num_fitting(spec) == size.num_fitting
+    is_same_room = shape.num_fitting(spec) == size.num_fitting
+    return is_same_device and is_same_room and shape.num_hosts == size.shape.num_hosts
 
 
 def _resized(group: Manifest, least: int, most: int, size: ClusterSize) -> Manifest:

@@ -220,6 +220,12 @@ def test_workers_without_gpus_take_groups_that_hold_them_and_leave_gpus_to_other
     wanted = {"min_workers": 16, "max_workers": 16}
     assert _bounds(_made(manifest, device="cpu", **wanted)) == {"cpu": (1, 1, 1)}
     assert _bounds(_made(manifest, device="auto", **wanted)) == {"gpu": (2, 2, 2)}
+    sliced = group("mig", "48")
+    container = sliced["template"]["spec"]["containers"][0]
+    container["resources"]["limits"]["nvidia.com/mig-2g.20gb"] = "4"
+    pairs = {**group("pairs", "48", 4), "numOfHosts": 2}
+    made = _made(template(sliced, pairs), device="cuda", min_workers=4, max_workers=8)
+    assert _bounds(made) == {"mig": (1, 1, 2)}, "a replica of the other is two pods"
 
 
 def test_a_group_or_a_template_that_cannot_be_used_is_refused() -> None:

@@ -33,8 +33,8 @@ def make_env(folder: Path) -> list[str]:
     text = env.read_text() if env.exists() else ""
     lines = (line.partition("=") for line in text.splitlines())
     # To Compose an empty one is missing, and of two lines the later one counts.
-    known = {name.strip() for name, _, value in lines if value.strip()}
-    missing = [name for name in _SECRETS if name not in known]
+    known = {name.removeprefix("export ").strip(): value.strip(" '\"") for name, _, value in lines}
+    missing = [name for name in _SECRETS if not known.get(name)]
     added = "".join(f"{name}={secrets.token_hex(_NUM_BYTES)}\n" for name in missing)
     if added:
         joint = "" if not text or text.endswith("\n") else "\n"

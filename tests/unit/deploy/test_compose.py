@@ -171,11 +171,11 @@ def test_the_secrets_are_random_private_and_made_once(tmp_path: Path) -> None:
 
 def test_secrets_that_an_upgrade_needs_are_added_to_those_there_are(tmp_path: Path) -> None:
     env = tmp_path / ".env"
-    env.write_text("POSTGRES_PASSWORD=kept\nGRAFANA_PASSWORD=\nMINE=1")
+    before = "export POSTGRES_PASSWORD=kept\nGRAFANA_PASSWORD=old\nGRAFANA_PASSWORD=''\nMINE=1"
+    env.write_text(before)
     made = make_env(tmp_path)
     assert "POSTGRES_PASSWORD" not in made and "GRAFANA_PASSWORD" in made
-    assert env.read_text().startswith(
-        "POSTGRES_PASSWORD=kept\nGRAFANA_PASSWORD=\nMINE=1\nSHARDLOOM_"
-    )
-    stored = dict(line.split("=", 1) for line in env.read_text().splitlines())
+    assert env.read_text().startswith(f"{before}\nSHARDLOOM_")
+    lines = (line.removeprefix("export ") for line in env.read_text().splitlines())
+    stored = dict(line.split("=", 1) for line in lines)
     assert not _config(stored, "compose.yaml").stderr

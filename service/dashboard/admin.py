@@ -113,8 +113,7 @@ class SettingsPage:
         self._is_admin = self._reader.may(Role.ADMIN, ALL_PROJECTS)
         self._bodies: dict[Show, ui.element] = {}
         self._audit_after: str | None = None
-        self._wants_refused = False
-        self._actor = ""
+        self._turn = asyncio.Lock()
 
     async def build(self) -> None:
         with page_frame("Settings", self._rest):
@@ -125,27 +124,31 @@ class SettingsPage:
                     for project, role in sorted(self._reader.roles.items())
                 )
                 ui.label(f"{self._reader.name}: {roles or 'no role'}")
-            await self._section("Projects and quotas", self._show_projects)
+            await self._section("Projects and quotas", self._show_projects, self._build_quotas)
             if self._is_admin:
-                await self._section("API keys", self._show_keys)
+                await self._section("API keys", self._show_keys, self._build_keys)
             if self._reader.may_somewhere(Role.ADMIN):
-                await self._section("Webhooks", self._show_webhooks)
+                await self._section("Webhooks", self._show_webhooks, self._build_webhooks)
             if self._is_admin:
-                await self._section("Audit log", self._show_audit)
+                await self._section("Audit log", self._show_audit, self._build_audit_filters)
 
-    async def _section(self, title: str, show: Show) -> None:
+    async def _section(self, title: str, show: Show, build_head: Callable[[], None]) -> None:
+        """A section with a head that stays, and a body that is filled anew."""
         with panel(title):
+            build_head()
             self._bodies[show] = ui.element("div").classes("stack")
         await self._refresh(show)
 
     async def _refresh(self, show: Show) -> None:
         """Fill the body of a section anew, by the method that shows it."""
-        self._bodies[show].clear()
-        with self._bodies[show]:
-            try:
-                await show()
-            except Refused as refused:
-                ui.label(str(refused)).classes("notice tone-warn")
+        # Two at once would both clear it, and then both fill it.
+        async with self._turn:
+            self._bodies[show].clear()
+            with self._bodies[show]:
+                try:
+                    await show()
+                except Refused as refused:
+                    ui.label(str(refused)).classes("notice tone-warn")
 
     async def _change(self, show: Show, method: str, path: str, **options: Any) -> Any:
         """Send a request and show the section anew; what it answers, None if it was refused."""
@@ -159,17 +162,20 @@ class SettingsPage:
 
     # ---- projects
 
+    def _build_quotas(self) -> None:
+        if not self._is_admin:
+            return
+        with asking("Quotas of a project", "Set", self._set_quotas) as self._quota_dialog:
+            ui.label("Empty is no limit. What runs already is left to run.")
+            with ui.element("div").classes("dialog-fields wide"):
+                self._quota_name = ui.input("Project")
+                self._quota_workers = ui.number("Most workers", min=0, precision=0)
+                self._quota_jobs = ui.number("Most running jobs", min=0, precision=0)
+        with ui.element("div").classes("trace-head"):
+            button("Set quotas", partial(self._open_quotas, {}))
+
     async def _show_projects(self) -> None:
         projects = (await self._rest.get("/v1/projects"))["items"]
-        if self._is_admin:
-            with asking("Quotas of a project", "Set", self._set_quotas) as self._quota_dialog:
-                ui.label("Empty is no limit. What runs already is left to run.")
-                with ui.element("div").classes("dialog-fields wide"):
-                    self._quota_name = ui.input("Project")
-                    self._quota_workers = ui.number("Most workers", min=0, precision=0)
-                    self._quota_jobs = ui.number("Most running jobs", min=0, precision=0)
-            with ui.element("div").classes("trace-head"):
-                button("Set quotas", partial(self._open_quotas, {}))
         if not projects:
             ui.label("No project has quotas or live jobs.").classes("empty")
             return
@@ -211,8 +217,7 @@ class SettingsPage:
 
     # ---- API keys
 
-    async def _show_keys(self) -> None:
-        keys = (await self._rest.get("/v1/keys", limit=200))["items"]
+    def _build_keys(self) -> None:
         with asking("Make an API key", "Make", self._make_key) as self._key_dialog:
             ui.label("Its text is shown once.")
             with ui.element("div").classes("dialog-fields wide"):
@@ -223,6 +228,9 @@ class SettingsPage:
                 self._key_days = ui.select(_DAYS, label="Expires", value=90)
         with ui.element("div").classes("trace-head"):
             button("Make a key", self._key_dialog.open)
+
+    async def _show_keys(self) -> None:
+        keys = (await self._rest.get("/v1/keys", limit=200))["items"]
         if not keys:
             ui.label("There is no key yet.").classes("empty")
             return
@@ -262,8 +270,7 @@ class SettingsPage:
 
     # ---- webhooks
 
-    async def _show_webhooks(self) -> None:
-        webhooks = (await self._rest.get("/v1/webhooks", limit=200))["items"]
+    def _build_webhooks(self) -> None:
         with asking("Add a webhook", "Add", self._add_webhook) as self._webhook_dialog:
             ui.label("Lines of timelines are sent to it, signed. Its secret is shown once.")
             with ui.element("div").classes("dialog-fields wide"):
@@ -272,6 +279,9 @@ class SettingsPage:
                 self._hook_kinds = ui.input("Kinds of lines, empty for all")
         with ui.element("div").classes("trace-head"):
             button("Add a webhook", self._webhook_dialog.open)
+
+    async def _show_webhooks(self) -> None:
+        webhooks = (await self._rest.get("/v1/webhooks", limit=200))["items"]
         if not webhooks:
             ui.label("There is no webhook yet.").classes("empty")
             return
@@ -305,22 +315,25 @@ class SettingsPage:
 
     # ---- audit log
 
+    def _build_audit_filters(self) -> None:
+        """Fields that stay while one types into them."""
+        newest = partial(self._turn_audit, None)
+        with ui.element("div").classes("trace-head"):
+            self._actor = ui.input(placeholder="Actor, as in key:ci", on_change=newest)
+            self._actor.props('clearable debounce=400 aria-label="Actor"')
+            self._refused = ui.checkbox("Only refused", on_change=newest)
+
     async def _show_audit(self) -> None:
-        params: dict[str, Any] = {"limit": _AUDIT_PAGE, "refused": self._wants_refused}
-        params |= {"actor": self._actor} if self._actor else {}
+        params: dict[str, Any] = {"limit": _AUDIT_PAGE, "refused": self._refused.value}
+        params |= {"actor": self._actor.value} if self._actor.value else {}
         params |= {"after": self._audit_after} if self._audit_after else {}
         found = await self._rest.get("/v1/audit", **params)
         with ui.element("div").classes("trace-head"):
-            actor = ui.input(value=self._actor, placeholder="Actor, as in key:ci")
-            actor.props('clearable debounce=400 aria-label="Actor"')
-            actor.on_value_change(lambda event: self._filter_audit(actor=event.value or ""))
-            refused = ui.checkbox("Only refused", value=self._wants_refused)
-            refused.on_value_change(lambda event: self._filter_audit(refused=event.value))
             ui.element("span").classes("grow")
             if self._audit_after:
-                button("Newest", partial(self._filter_audit, after=None))
+                button("Newest", partial(self._turn_audit, None))
             if found["next"]:
-                button("Older", partial(self._filter_audit, after=found["next"]))
+                button("Older", partial(self._turn_audit, found["next"]))
         if not found["items"]:
             ui.label("Nothing was changed yet.").classes("empty")
             return
@@ -333,11 +346,7 @@ class SettingsPage:
                     with ui.element("td").classes("number"):
                         _chip(str(each["status"]), "bad" if each["status"] >= 400 else "neutral")
 
-    async def _filter_audit(
-        self, *, actor: str | None = None, refused: bool | None = None, after: str | None = None
-    ) -> None:
-        self._actor = self._actor if actor is None else actor
-        self._wants_refused = self._wants_refused if refused is None else refused
+    async def _turn_audit(self, after: str | None) -> None:
         self._audit_after = after
         await self._refresh(self._show_audit)
 

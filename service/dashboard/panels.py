@@ -63,13 +63,21 @@ def asking(
     leave: str = "Not now",
     colour: str = "",
 ) -> Iterator[ui.dialog]:
-    """A dialog with a title, what the `with` block adds, and buttons to leave and to confirm."""
+    """A dialog with a title, what the `with` block adds, and buttons to leave and to confirm.
+
+    `on_confirm` closes it before it waits for anything.
+    """
+
+    async def confirmed() -> None:
+        if dialog.value:  # Of two quick clicks the second one finds it closed.
+            await on_confirm()
+
     with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
         ui.label(title).classes("dialog-title")
         yield dialog
         with ui.element("div").classes("dialog-actions"):
             ui.button(leave, on_click=dialog.close).props("flat no-caps").classes("quiet")
-            ui.button(confirm, on_click=on_confirm).props(f"unelevated no-caps {colour}")
+            ui.button(confirm, on_click=confirmed).props(f"unelevated no-caps {colour}")
 
 
 def _fields(style: str = "") -> ui.element:

@@ -195,6 +195,26 @@ def test_quotas_are_set_of_the_project_that_is_named_and_of_no_other(
     expect(tab.get_by_role("cell", name="ads", exact=True)).to_be_visible()
 
 
+def test_two_quick_clicks_make_one_key_and_fields_above_the_log_stay_while_one_types(
+    tab: Page, house: Guarded
+) -> None:
+    _enter(tab, house, "/dashboard/settings", "root")
+    tab.get_by_role("button", name="Make a key").click()
+    tab.get_by_role("dialog").get_by_label("Name").fill("ci")
+    tab.get_by_role("button", name="Make", exact=True).dblclick()
+    tab.get_by_role("button", name="I have it").click()
+    expect(tab.get_by_role("cell", name="ci", exact=True)).to_have_count(1)
+    expect(tab.get_by_role("dialog")).to_have_count(0)
+    actor, refused = tab.get_by_label("Actor"), tab.get_by_role("checkbox", name="Only refused")
+    for _ in range(2):
+        refused.click()
+    expect(tab.get_by_role("columnheader", name="Action", exact=True)).to_have_count(1)
+    actor.press_sequentially("key:nob")
+    expect(tab.get_by_text("Nothing was changed yet")).to_be_visible(timeout=LIVE_MS)
+    tab.keyboard.type("ody")
+    expect(actor).to_have_value("key:nobody")
+
+
 def test_the_api_documents_itself_under_the_policy(tab: Page, house: Guarded) -> None:
     _enter(tab, house, "/docs", "viewer")
     tab.get_by_role("button", name="GET /healthz Whether").click()

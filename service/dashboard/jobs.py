@@ -143,7 +143,8 @@ class ListFeed:
         self._clock = clock
         self._lock = threading.Lock()
         self._read: dict[str, tuple[float, ListSnapshot]] = {}
-        self._sparks: OrderedDict[tuple[str, int], str] = OrderedDict()
+        # By job: the step that it was at, and its curve then.
+        self._sparks: OrderedDict[str, tuple[int, str]] = OrderedDict()
 
     def latest(self, wanted: JobFilter) -> ListSnapshot:
         """The jobs of a page, as they were at most `LIST_MAX_AGE_S` ago."""
@@ -159,9 +160,13 @@ class ListFeed:
                 self._read[key] = (now + LIST_MAX_AGE_S, snapshot)
             return snapshot
 
-    def known_spark(self, job: Job) -> str | None:
-        """The curve of a job as of its step now, if it was read already."""
-        return self._sparks.get((job.id, job.progress.step))
+    def spark(self, job: Job) -> str:
+        """The curve of a job as it was read last; empty before that."""
+        return self._sparks.get(job.id, (0, ""))[1]
+
+    def needs_spark(self, job: Job) -> bool:
+        """Whether the curve of a job is not that of its step now."""
+        return self._sparks.get(job.id, (-1, ""))[0] != job.progress.step
 
     def read_spark(self, job: Job) -> None:
         """Read the curve of a job's watched metric: on validation, else in training, else loss."""
@@ -171,7 +176,7 @@ class ListFeed:
             if len(found) > 1:
                 break
         with self._lock:
-            self._sparks[job.id, job.progress.step] = spark_path(found)
+            self._sparks[job.id] = job.progress.step, spark_path(found)
             while len(self._sparks) > _MAX_SPARKS:
                 self._sparks.popitem(last=False)
 
@@ -333,7 +338,7 @@ class ListPage:
 
     async def _draw_sparks(self) -> None:
         """Read the curves that are not known yet, and show them."""
-        missing = [job for job in self._snapshot.jobs if self._feed.known_spark(job) is None]
+        missing = [*filter(self._feed.needs_spark, self._snapshot.jobs)]
         if "spark" in self._query.columns and missing:
             await asyncio.to_thread(lambda: [*map(self._feed.read_spark, missing)])
             self._show()
@@ -341,12 +346,11 @@ class ListPage:
     def _show(self) -> None:
         now, jobs = time.time(), self._snapshot.jobs
         rows = [
-            views.job_row(job, now, self._metric) | {"spark": self._feed.known_spark(job)}
-            for job in jobs
+            views.job_row(job, now, self._metric) | {"spark": self._feed.spark(job)} for job in jobs
         ]
         if rows != self._table.rows:
             self._table.rows = rows
-            if any(row["spark"] is None for row in rows):
+            if any(map(self._feed.needs_spark, jobs)):
                 ui.timer(0.0, self._draw_sparks, once=True)
         is_filtered = self._query.is_filtered
         self._table.set_visibility(bool(jobs))
@@ -373,6 +377,8 @@ class ListPage:
         if changed == self._query:
             return
         self._query = changed
+        if not fields.keys() <= {"after", "columns"}:
+            self._clear_selection()  # What is not seen any more must not be deleted.
         ui.navigate.history.replace(changed.address)
         await self.refresh()
 

@@ -183,6 +183,12 @@ def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: 
     submit(dashboard, "first")
     submit(dashboard, "second")
     page.goto("/dashboard/")
+    page.get_by_role("checkbox", name="Select first").click()
+    expect(page.get_by_text("1 selected")).to_be_visible()
+    page.get_by_label("Search name or id").fill("second")
+    expect(page.locator(".selection")).not_to_be_visible(timeout=LIVE_MS)
+    page.get_by_label("Search name or id").fill("")
+    expect(page.locator(".job-row")).to_have_count(2)
     for button, asked in (("Cancel", "Cancel jobs"), ("Delete", "Delete jobs")):
         page.get_by_role("checkbox", name="Select all").click()
         page.locator(".selection").get_by_role("button", name=button).click()

@@ -273,6 +273,18 @@ def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> 
     assert (len(feed.latest(ALL_JOBS).jobs), feed.latest(ALL_JOBS).following) == (1, None)
 
 
+def test_a_small_curve_stays_until_that_of_a_later_step_is_read(store: JobStore, job: Job) -> None:
+    feed = ListFeed(store)
+    assert (feed.needs_spark(job), feed.spark(job)) == (True, "")
+    told = batch(metrics(20, train_loss=0.8), first_seq=2)
+    store.append_events(f"{job.id}-a0", told, NOW)
+    feed.read_spark(job)
+    curve = feed.spark(job)
+    assert (feed.needs_spark(job), curve[:1]) == (False, "M")
+    later = replace(job, progress=replace(job.progress, step=20))
+    assert (feed.needs_spark(later), feed.spark(later)) == (True, curve)
+
+
 def test_fragments_of_a_new_job_say_what_will_come() -> None:
     job = queued_job()
     assert "once the workers have started" in fragments.groups(job, [])

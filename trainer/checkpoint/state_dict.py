@@ -140,8 +140,7 @@ def load_state(
     if part is not None:
         state = {key: value for key, value in state.items() if _is_in(part, key, tables)}
         moments = [each for each in moments if _is_in(part, each.key, tables)]
-    stored_sizes = _stored(folder, group)
-    sizes = {key: size for key, size in stored_sizes.items() if size is not None}
+    sizes = {key: size for key, size in _stored(folder, group).items() if size is not None}
     state = dict(_without_unused(state, sizes))
     _raise_mismatch(folder, _problems(state, moments, sizes, tables))
     tensors = _MomentTensors(model.groups.device_mesh)
@@ -266,24 +265,25 @@ def _without_unused(
             yield key, value
 
 
-def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.Size | None]:
-    """Size of each tensor in a checkpoint, None for other objects. Collective: rank 0 reads.
+def stored_sizes(folder: Folder) -> dict[str, torch.Size | None]:
+    """Size of each tensor in a checkpoint, None for other objects.
 
-    Raises `CheckpointError` on every rank.
+    Raises `CheckpointRefused`, OSError or a `DataError`.
     """
-
-    def read() -> dict[str, torch.Size | None]:
-        try:
-            stored = reader_for(folder).read_metadata().state_dict_metadata
-        except pickle.UnpicklingError as error:
-            raise CheckpointRefused(str(error)) from error
-        return {
-            key: each.size if isinstance(each, TensorStorageMetadata) else None
-            for key, each in stored.items()
-        }
-
     try:
-        return save_load.of_first(read, group)
+        stored = reader_for(folder).read_metadata().state_dict_metadata
+    except pickle.UnpicklingError as error:
+        raise CheckpointRefused(str(error)) from error
+    return {
+        key: each.size if isinstance(each, TensorStorageMetadata) else None
+        for key, each in stored.items()
+    }
+
+
+def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.Size | None]:
+    """`stored_sizes` of what rank 0 reads, or its `CheckpointError`, on every rank. Collective."""
+    try:
+        return save_load.of_first(lambda: stored_sizes(folder), group)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder.name} could not be read: {error}") from error
 

@@ -8,19 +8,17 @@ process without a process group; sizes are in bytes. Raises `NoCheckpoint`, `Not
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trainer.checkpoint.files import Folder, checkpoints_of, folder_at, read_commit
 from trainer.checkpoint.remote_io import SafeLoadPlanner, reader_for
 from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, matches
-from trainer.checkpoint.state_dict import name_in_table_place, table_of
+from trainer.checkpoint.state_dict import name_in_table_place, stored_sizes, table_of
 from trainer.export.artifact import NoCheckpoint, NotEnoughMemory, NotExportable
 from trainer.models.networks import build_model
 from trainer.protocol.requests import read_rewind
@@ -105,14 +103,10 @@ def _damaged_file(found: CommittedCheckpoint) -> str | None:
 
 def stored_weights(folder: Folder) -> dict[str, tuple[int, ...]]:
     """Shape of every weight of the model in a checkpoint, by its name in the model."""
-    try:
-        stored = reader_for(folder).read_metadata().state_dict_metadata
-    except pickle.UnpicklingError as error:
-        raise NoCheckpoint(str(error)) from error
     return {
-        key.removeprefix(_WEIGHTS): tuple(value.size)
-        for key, value in stored.items()
-        if key.startswith(_WEIGHTS) and isinstance(value, TensorStorageMetadata)
+        key.removeprefix(_WEIGHTS): tuple(size)
+        for key, size in stored_sizes(folder).items()
+        if key.startswith(_WEIGHTS) and size is not None
     }
 
 

@@ -156,8 +156,8 @@ class Choice:
     failure_domain: FailureDomain
     group_hosts: GroupHosts
     num_hosts_survived: int
-    memory_overhead_bytes: int | None
-    sync_latency_s: float | None
+    memory_overhead_bytes: int | None = None
+    sync_latency_s: float | None = None
     reason: str = ""
 
     @property
@@ -279,21 +279,15 @@ def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
 
 
 def _priced(need: Need, layout: Layout, hosts: GroupHosts, domain: FailureDomain) -> Choice:
-    size_bytes, latency_s = need.table_bytes, None
-    if size_bytes is not None and need.links_bytes_per_s is not None:
-        inside, between = need.links_bytes_per_s
-        is_inside = all(len(set(holders)) == 1 for holders in zip(*hosts, strict=True))
-        latency_s = sync_latency_s(size_bytes, layout, inside if is_inside else between)
-    return Choice(
-        layout=layout,
-        failure_domain=domain,
-        group_hosts=hosts,
-        num_hosts_survived=num_hosts_survived(hosts) if domain == "replica_group" else 0,
-        memory_overhead_bytes=(
-            None if size_bytes is None else memory_overhead_bytes(size_bytes, layout)
-        ),
-        sync_latency_s=latency_s,
-    )
+    survived = num_hosts_survived(hosts) if domain == "replica_group" else 0
+    choice, size_bytes = Choice(layout, domain, hosts, survived), need.table_bytes
+    if size_bytes is None:
+        return choice
+    choice = replace(choice, memory_overhead_bytes=memory_overhead_bytes(size_bytes, layout))
+    if need.links_bytes_per_s is None:
+        return choice
+    link = need.links_bytes_per_s[0 if choice.are_syncs_local else 1]
+    return replace(choice, sync_latency_s=sync_latency_s(size_bytes, layout, link))
 
 
 def _preference(need: Need, choice: Choice) -> tuple[int, ...]:

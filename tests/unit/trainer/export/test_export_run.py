@@ -29,6 +29,7 @@ from tests.unit.trainer.export.export_case import (
     write_run,
 )
 from trainer.checkpoint.files import write_marker
+from trainer.checkpoint.save_load import CheckpointRefused
 from trainer.data.decode import decode, layout_of
 from trainer.errors import ColumnError
 from trainer.export.artifact import (
@@ -295,7 +296,7 @@ def test_a_checkpoints_description_runs_nothing_and_gets_no_other_attribute(
         Call(getattr, _MEM_FORMAT_ENCODING, "mro"),
     ):
         (folder / ".metadata").write_bytes(pickle.dumps(call))
-        with pytest.raises(NoCheckpoint, match="is no description of a checkpoint"):
+        with pytest.raises(CheckpointRefused, match="is no description of a checkpoint"):
             stored_weights(folder)
     assert not (tmp_path / "ran").exists()
 

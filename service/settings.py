@@ -24,7 +24,6 @@ from pydantic import (
     PositiveFloat,
     SecretStr,
     ValidationError,
-    field_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -50,8 +49,18 @@ def _none_if_empty(text: Any) -> Any:
     return text or None
 
 
+def _from_json(given: object) -> object:
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        example = '["a", "b"], or {"name": "value"} where names have values'
+        raise ValueError(f"reads as JSON, as in {example}") from None
+
+
+_Json = BeforeValidator(_from_json)
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 _REMOTE_FOLDER = re.compile(r"(s3|gs)://[^/?#%]+(/[^?#%]+)*/?")
+RoleName = Literal["viewer", "submitter", "admin"]
 StorageRoot = Annotated[Path | str, AfterValidator(_storage_root)]
 
 
@@ -89,8 +98,7 @@ class Settings(BaseSettings):
         frozen=True,
         extra="ignore",
         use_attribute_docstrings=True,
-        # Or what is no JSON would not be among the faults.
-        enable_decoding=False,
+        enable_decoding=False,  # or what is no JSON would not be among the faults
     )
 
     home: AbsolutePath = Field(default=Path(DEFAULT_HOME), validate_default=True)
@@ -129,7 +137,7 @@ class Settings(BaseSettings):
     in."""
     kuberay_namespace: str = Field(default="shardloom", min_length=1)
     """Namespace of the clusters of jobs' own."""
-    kuberay_namespaces: dict[str, str] = {}
+    kuberay_namespaces: Annotated[dict[str, str], _Json] = {}
     """Project -> namespace of its own for its clusters, as in {"ads": "ads-training"}: its jobs run
     there and nowhere else."""
     kuberay_template_cluster: str = Field(default="shardloom-ray", min_length=1)
@@ -201,13 +209,13 @@ class Settings(BaseSettings):
     """Seconds for which the provider's keys are kept."""
     oidc_roles_claim: str = "groups"
     """Claim whose values give roles; dots lead into objects."""
-    oidc_roles: dict[str, dict[str, Literal["viewer", "submitter", "admin"]]] = {}
+    oidc_roles: Annotated[dict[str, dict[str, RoleName]], _Json] = {}
     """Value of the claim -> project -> role, as in {"ml": {"*": "submitter"}}."""
     # ---- HTTP
-    allowed_hosts: list[str] = []
+    allowed_hosts: Annotated[list[str], _Json] = []
     """Names in the Host header that are answered, beside the loopback ones; with `auth=required`
     any, if none is given."""
-    allowed_origins: list[str] = []
+    allowed_origins: Annotated[list[str], _Json] = []
     """Sites whose pages may call the API, as in https://tools.example."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Largest body of a request; of a JSON document it is 8 MiB at most."""
@@ -230,7 +238,7 @@ class Settings(BaseSettings):
     """The same, at once."""
     driver_ca_file: AbsolutePath | None = None
     """CA certificates (PEM), on the cluster's hosts, by which drivers check ours."""
-    storage_roots: list[StorageRoot] | None = None
+    storage_roots: Annotated[list[StorageRoot] | None, _Json] = None
     """Folders, or URLs of them, below which data and checkpoints may lie; `runs_dir` always may. By
     default anywhere, but nowhere else with `auth=required`."""
     checkpoint_root: StorageRoot | None = None
@@ -252,7 +260,7 @@ class Settings(BaseSettings):
     metrics_max_jobs: int = Field(default=1000, ge=0)
     """Live jobs that have series of their own in /metrics, about 30 lines each;
     `shardloom_hidden_jobs` counts the others."""
-    webhook_allowed_networks: list[IPvAnyNetwork] = []
+    webhook_allowed_networks: Annotated[list[IPvAnyNetwork], _Json] = []
     """Networks that webhooks may reach beside public ones, as in ["10.0.0.0/8"]."""
     webhook_timeout_s: PositiveFloat = 10.0
     """Longest that one try of a webhook takes, all in all."""
@@ -262,20 +270,3 @@ class Settings(BaseSettings):
     """Days after which deliveries of webhooks are forgotten."""
     shutdown_timeout_s: int = Field(default=5, ge=1)
     """Longest wait for open requests at shutdown."""
-
-    @field_validator(
-        "allowed_hosts",
-        "allowed_origins",
-        "kuberay_namespaces",
-        "oidc_roles",
-        "storage_roots",
-        "webhook_allowed_networks",
-        mode="before",
-    )
-    @classmethod
-    def _from_json(cls, given: object) -> object:
-        try:
-            return json.loads(given) if isinstance(given, str) else given
-        except ValueError:
-            example = '["a", "b"], or {"name": "value"} where names have values'
-            raise ValueError(f"reads as JSON, as in {example}") from None

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.auth.crypto import MasterKeys
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 # Beyond the longest that a try takes: a claim that runs out belongs to a sender that died.
 _CLAIM_S = 120.0
 _PRUNE_EVERY_S = 3600.0
-Post = Callable[[Claimed, dict[str, str]], Awaitable[Answer]]
 
 
 @dataclass
@@ -38,12 +37,9 @@ class WebhookSender:
     keys: MasterKeys
     settings: Settings
     telemetry: ServiceMetrics
-    send: Post | None = None
     clock: Callable[[], float] = time.time
-    chance: Callable[[], float] = random.random
 
     def __post_init__(self) -> None:
-        self._post = self.send or self._post_safely
         self._num_in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = threading.Event()
@@ -90,7 +86,7 @@ class WebhookSender:
         delivery = claimed.delivery
         try:
             answer = await self._try(claimed)
-            outcome = after_try(delivery.num_tries + 1, answer, self.clock(), self.chance())
+            outcome = after_try(delivery.num_tries + 1, answer, self.clock(), random.random())
             self.telemetry.webhook_tried(outcome.state)
             if not answer.is_success:
                 logger.info("webhook %s: %s", delivery.webhook_id, outcome.message)
@@ -107,15 +103,6 @@ class WebhookSender:
         except ServiceError as error:
             return Answer(None, f"the secret cannot be decrypted: {error}")
         headers = headers_of(claimed.delivery, secret, self.clock())
-        return await self._post(claimed, headers)
-
-    def _prune(self) -> None:
-        now = self.clock()
-        if now >= self._prune_at:
-            self._prune_at = now + _PRUNE_EVERY_S
-            self.store.prune(now - self.settings.webhook_keep_days * 86_400)
-
-    async def _post_safely(self, claimed: Claimed, headers: dict[str, str]) -> Answer:
         return await post(
             claimed.url,
             claimed.delivery.body,
@@ -123,3 +110,9 @@ class WebhookSender:
             allowed=self.settings.webhook_allowed_networks,
             timeout_s=self.settings.webhook_timeout_s,
         )
+
+    def _prune(self) -> None:
+        now = self.clock()
+        if now >= self._prune_at:
+            self._prune_at = now + _PRUNE_EVERY_S
+            self.store.prune(now - self.settings.webhook_keep_days * 86_400)

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -215,8 +216,8 @@ class _Receiver:
         self.statuses = list(statuses)
         self.messages: list[tuple[dict[str, str], str]] = []
 
-    async def __call__(self, claimed: Claimed, headers: dict[str, str]) -> Answer:
-        self.messages.append((headers, claimed.delivery.body))
+    async def __call__(self, url: str, body: str, headers: dict[str, str], **_: object) -> Answer:
+        self.messages.append((headers, body))
         return Answer(self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0])
 
 
@@ -225,8 +226,7 @@ def _rounds(
 ) -> None:
     """Let a sender look at each of some times."""
     clock, telemetry = FakeClock(), ServiceMetrics()
-    options = {"send": receiver, "clock": clock, "chance": lambda: 0.5}
-    sender = WebhookSender(outbox, _Box(), settings, telemetry, **options)
+    sender = WebhookSender(outbox, _Box(), settings, telemetry, clock)
 
     async def _poll() -> None:
         for now in times:
@@ -234,7 +234,8 @@ def _rounds(
             await sender.poll()
             await asyncio.gather(*sender._tasks)
 
-    asyncio.run(_poll())
+    with patch("service.webhooks.sender.post", receiver):
+        asyncio.run(_poll())
 
 
 def test_a_message_is_sent_again_with_the_same_id_until_it_is_taken(
@@ -258,9 +259,9 @@ def test_a_message_that_is_being_sent_is_nobody_elses_however_long_that_may_take
     others: list[Claimed] = []
 
     class _Slow(_Receiver):
-        async def __call__(self, claimed: Claimed, headers: dict[str, str]) -> Answer:
+        async def __call__(self, *args: Any, **kwargs: Any) -> Answer:
             others.extend(outbox.claim(NOW + 599, claim_s=60.0))
-            return await super().__call__(claimed, headers)
+            return await super().__call__(*args, **kwargs)
 
     receiver = _Slow(200)
     _rounds(outbox, receiver, Settings(home=tmp_path, webhook_timeout_s=600), [NOW])

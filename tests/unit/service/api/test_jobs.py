@@ -366,6 +366,7 @@ def test_jobs_are_listed_by_project_labels_status_name_and_time(api: Api) -> Non
         ({"label": "team=red"}, [third, first]),
         ({"label": ["team=red", "tier=1"]}, [first]),
         ({"label": ["team=red", "tier=2"]}, []),
+        ({"label": ["team=red", "team=blue"]}, []),
         ({"label": "team=red", "status": ["CANCELLED", "FAILED"]}, [first]),
         ({"project": "feed", "label": "team=blue"}, []),
         ({"status": ["CANCELLED", "FAILED"]}, [first]),

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, delete, insert, select, update
+from sqlalchemy import Connection, RowMapping, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from service.db.engine import Transactions, repeated
@@ -53,9 +53,7 @@ class SweepStore(Transactions):
             query = query.where(sweeps.c.project.in_(projects))
         if after is not None:
             last = self.get(after)
-            is_older = sweeps.c.created_at < last.created_at
-            is_next = (sweeps.c.created_at == last.created_at) & (sweeps.c.id < last.id)
-            query = query.where(is_older | is_next)
+            query = query.where(tuple_(*place) < tuple_(last.created_at, last.id))
         return [_sweep_of(row) for row in self.rows(query)]
 
     def list_live(self) -> list[Sweep]:

@@ -112,9 +112,9 @@ def build_user_model(spec: JobSpec, device: torch.device) -> UserRecommender:
         raise UserCodeError(f"model.module '{module}' must give a torch.nn.Module")
     _check_tables(network, spec, module)
     # Collectives take a tensor's memory as one piece, which that of a view may not be.
-    for each in network.modules():
-        for name, buffer in each.named_buffers(recurse=False):
-            setattr(each, name, buffer.contiguous())
+    for tensor in (*network.parameters(), *network.buffers()):
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.clone()
     return UserRecommender(network, module, spec.model.tasks)
 
 

@@ -127,15 +127,16 @@ def test_an_answer_that_breaks_the_contract_says_what_was_expected(answer: Any, 
     assert said in str(caught.value)
 
 
-def test_buffers_that_are_views_get_memory_of_their_own(write: Write) -> None:
+def test_parameters_and_buffers_that_are_views_get_memory_of_their_own(write: Write) -> None:
     views = "torch.ones(1, 3).expand(4, 3)", "torch.ones(4, 8)[:, :3]", "torch.ones(3, 4).t()"
-    lines = [f"self.register_buffer('buffer_{i}', {view})" for i, view in enumerate(views)]
+    lines = [f"self.register_buffer('own_{i}', {view})" for i, view in enumerate(views)]
+    lines += [f"self.own_{i} = torch.nn.Parameter({view})" for i, view in enumerate(views, 3)]
     built = "\n        ".join(["super().__init__()", "import torch", *lines])
     write("own_views.py", SOURCE.replace("super().__init__()", built))
-    found = dict(build_model(spec_of("own_views:Net"), CPU).network.named_buffers())
-    for index in range(len(views)):
-        buffer = found[f"buffer_{index}"]
-        assert buffer.is_contiguous() and torch.equal(buffer, torch.ones(4, 3))
+    network = build_model(spec_of("own_views:Net"), CPU).network
+    for tensor in (getattr(network, f"own_{index}") for index in range(2 * len(views))):
+        assert torch.equal(tensor, torch.ones(4, 3))
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(write: Write) -> None:

@@ -191,8 +191,10 @@ def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     first = dist.get_process_group_ranks(group)[0]
     for buffer in stored_buffers(module):
         if buffer.is_floating_point():
-            dist.all_reduce(buffer, group=group)
-            buffer.div_(dist.get_world_size(group))
+            # In float64 equal values have that value as their mean, and no sum overflows.
+            total = buffer.double()
+            dist.all_reduce(total, group=group)
+            buffer.copy_(total / dist.get_world_size(group))
         else:
             dist.broadcast(buffer, first, group=group)
 

@@ -200,7 +200,8 @@ def test_an_overflow_away_from_rank_0_is_an_event(small_movielens: Path, tmp_pat
 
 
 class Scaled(torch.nn.Module):
-    """A user's network with what few have: a BatchNorm, and a parameter without a dimension."""
+    """A user's network with what few have: a BatchNorm, a parameter without a dimension, and a
+    buffer whose sum over the ranks is beyond its precision."""
 
     def __init__(self, spec: JobSpec, device: torch.device) -> None:
         super().__init__()
@@ -209,6 +210,7 @@ class Scaled(torch.nn.Module):
         self.normalise = torch.nn.BatchNorm1d(dim, device=device)
         self.out = torch.nn.Linear(dim, 1, device=device)
         self.scale = torch.nn.Parameter(torch.ones((), device=device))
+        self.register_buffer("most", torch.tensor(6e4, dtype=torch.float16, device=device))
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         vectors = self.tables(batch.sparse, batch.sequences).mean(dim=1)
@@ -260,6 +262,7 @@ def test_whatever_a_network_holds_one_averaging_serves_sync_validation_and_save(
     ranks = run_ranks(train_scaled, 4, config)
     assert [rank["num_averages"] for rank in ranks] == [2] * 4
     assert len({rank["best"] for rank in ranks}) == 1
+    assert ranks[0]["buffers"].max() == 6e4
     for rank in ranks[1:]:
         torch.testing.assert_close(rank["dense"], ranks[0]["dense"], atol=0, rtol=0)
         # All ranks measure one model.

@@ -274,11 +274,15 @@ class _TaskMetrics:
     def compute(self) -> dict[str, float]:
         """Values by metric; the sums are those of all ranks.
 
-        No `ne` of rows of one class: the entropy that it is divided by is 0.
+        None where what it is divided by is 0: no `ne` of rows of one class, and no `calibration`
+        without a positive row.
         """
         values = {} if self._auc is None else {"auc": _auc_of(self._auc)}
         for name, metric in self._metrics.items():
-            if name == "ne" and not _has_both_classes(metric):
+            (seen,) = metric._metrics_computations
+            if name == "ne" and not min(seen.pos_labels.item(), seen.neg_labels.item()) > 0:
+                continue
+            if name == "calibration" and not seen.calibration_denom.item() > 0:
                 continue
             key = _METRICS[name][1].format(task=self._name)
             values[name] = metric.local_compute()[key].item() * _UNITS.get(name, 1.0)
@@ -298,12 +302,6 @@ class _TaskMetrics:
                     yield f"{name}.{state}", getattr(computation, state)
         if self._auc is not None:
             yield "auc.bins", self._auc
-
-
-def _has_both_classes(metric: RecMetric) -> bool:
-    """Whether an `NEMetric` of one task has seen weight of positive and of negative rows."""
-    (seen,) = metric._metrics_computations
-    return bool(min(seen.pos_labels.item(), seen.neg_labels.item()) > 0)
 
 
 def _bins_of(scores: torch.Tensor) -> torch.Tensor:

@@ -228,7 +228,7 @@ class TextFormat:
     @property
     def has_quotes(self) -> bool:
         """Whether quoted cells may hold delimiters and line feeds."""
-        return self.delimiter == ","
+        return self.delimiter != "\t"
 
     @property
     def is_criteo(self) -> bool:

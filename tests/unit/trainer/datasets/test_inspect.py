@@ -203,9 +203,10 @@ def test_delimiter_and_header_are_found(tmp_path):
 
 
 def test_quoted_line_feeds_are_read_wherever_a_block_ends(tmp_path, monkeypatch):
-    rows = [(number, f'a\n"{number}"\n,b') for number in range(300)]
-    pl.DataFrame(rows, schema=["id", "text"], orient="row").write_csv(tmp_path / "a.csv")
-    for block_bytes in (64, 100, 1000):
+    rows = [(number, f'a\n"{number}"\n,;b') for number in range(300)]
+    frame = pl.DataFrame(rows, schema=["id", "text"], orient="row")
+    for mark, block_bytes in ((",", 64), (";", 100), (",", 1000)):
+        frame.write_csv(tmp_path / "a.csv", separator=mark)
         monkeypatch.setattr(profile, "_BLOCK_BYTES", block_bytes)
         (report,) = inspect(tmp_path / "a.csv")
         assert (report.num_rows, column(report, "text").num_distinct) == (300, 300)

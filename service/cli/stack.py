@@ -137,12 +137,15 @@ def up(
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
+    before = home.read_state()
     state = _start(stack, port, console())
     try:
         for _ in range(hosts - 1):
             console().print(Text(f"host {stack.add_host()} joined", style="dim"))
     except (KeyboardInterrupt, StackError):
-        stack.down(_print_dim, only=state)
+        # A Ray that was there before may run jobs.
+        if before is None or before.ray is None or before.ray != state.ray:
+            stack.down(_print_dim, only=state)
         raise
     _print_addresses(home, state)
     _stay(stack, state, detach=detach)

@@ -9,6 +9,7 @@ import signal
 import stat
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -264,6 +265,15 @@ def test_a_stack_whose_hosts_do_not_all_start_is_ended(monkeypatch, home, ending
             signal.signal(number, handler)
     assert result.exit_code != 0
     assert home.read_state() is None
+
+
+def test_hosts_that_do_not_start_end_no_ray_that_was_there_before(monkeypatch, home):
+    kept = keep_stack(home, ray=DEAD_PROCESS)
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    monkeypatch.setattr(LocalStack, "up", lambda *_, **__: kept)
+    monkeypatch.setattr(LocalStack, "add_host", Mock(side_effect=StackError("did not join")))
+    assert shardloom("up", "--hosts", "2").exit_code == 3
+    assert home.read_state() == kept
 
 
 def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monkeypatch):

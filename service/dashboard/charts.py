@@ -12,8 +12,10 @@ a browser that follows the system shows.
 from __future__ import annotations
 
 import bisect
+import csv
+import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -448,14 +450,20 @@ def _nan_areas(points: Sequence[MetricPoint]) -> dict[str, Any]:
     return {"silent": True, "itemStyle": colour, "label": label, "data": data}
 
 
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
 def csv_of(points: Mapping[str, Sequence[MetricPoint]]) -> str:
     """Metrics as CSV: a row for each step, with its time (Unix seconds); empty where none."""
     rows: dict[int, dict[str, Any]] = {}
     for name, series in points.items():
         for point in series:
             rows.setdefault(point.step, {"time": point.time})[name] = point.value
-    lines = [",".join(["step", "time", *points])]
-    for step in sorted(rows):
-        values = (rows[step].get(name, "") for name in points)
-        lines.append(",".join([str(step), f"{rows[step]['time']:.3f}", *map(str, values)]))
-    return "\n".join(lines) + "\n"
+    table = [
+        [step, f"{row['time']:.3f}", *(row.get(name) for name in points)]
+        for step, row in sorted(rows.items())
+    ]
+    return csv_text([["step", "time", *points], *table])

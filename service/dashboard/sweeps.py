@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -249,13 +247,12 @@ class _TrialsChart(ChartBox):
 
 
 def csv_of(found: SweepDetail) -> str:
-    paths, kept = [each.path for each in found.parameters], io.StringIO()
-    table = csv.writer(kept, lineterminator="\n")
-    table.writerow(["trial", "job", "step", *paths, found.metric])
-    for each in found.trials:
-        values = [each.values.get(path) for path in paths]
-        table.writerow([each.number, each.job_id, each.step, *values, each.value])
-    return kept.getvalue()
+    paths = [each.path for each in found.parameters]
+    rows = [
+        [each.number, each.job_id, each.step, *map(each.values.get, paths), each.value]
+        for each in found.trials
+    ]
+    return charts.csv_text([["trial", "job", "step", *paths, found.metric], *rows])
 
 
 def _state_of(trial: TrialOut) -> tuple[str, str]:

@@ -78,8 +78,8 @@ def test_smoothing_begins_at_the_first_value_and_passes_over_nan() -> None:
 
 
 def test_data_of_a_chart_is_a_table_of_steps() -> None:
-    found = charts.csv_of({"a": points(1.0, math.nan), "b": points(3.0)})
-    assert found.splitlines()[0] == "step,time,a,b"
+    found = charts.csv_of({"a": points(1.0, math.nan), "b, c": points(3.0)})
+    assert found.splitlines()[0] == 'step,time,a,"b, c"'
     assert [line.split(",")[2:] for line in found.splitlines()[1:]] == [["1.0", "3.0"], ["nan", ""]]
 
 

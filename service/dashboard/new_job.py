@@ -11,6 +11,7 @@ import json
 import uuid
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 from nicegui import events, ui
 
@@ -141,7 +142,7 @@ class NewJobPage:
     async def _first_text(self) -> str:
         if self._source:
             try:
-                told = await self._rest.get(f"/v1/jobs/{self._source}")
+                told = await self._rest.get(f"/v1/jobs/{quote(self._source, safe='')}")
             except Refused as refused:
                 ui.notify(str(refused), type="warning", multi_line=True)
                 self._source = ""

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -194,8 +195,7 @@ def _scalar(value: Any) -> str:
 
 def _without(document: Any, path: str) -> Any:
     *above, name = _keys_of(path)
-    made = json.loads(json.dumps(document))
-    parent = made
+    parent = made = deepcopy(document)
     for key in above:
         parent = parent.get(key) if isinstance(parent, dict) else None
     if isinstance(parent, dict):

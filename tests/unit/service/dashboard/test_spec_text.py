@@ -77,6 +77,7 @@ def test_a_field_is_taken_out() -> None:
     assert spec_text.value_at(parse_document(changed), "optimizer.dense.lr") is None
     for path, value in (("nothing.here", None), ("training.seed", None), ("name", "tiny")):
         assert spec_text.with_value(TEXT, path, value) == TEXT
+    assert spec_text.with_value("name: x\ndata: !!set {a}\n", "name", None) == "data: !!set {a}\n"
 
 
 _VALUES = st.one_of(st.integers(), st.booleans(), st.text("ab:#'{}\n", max_size=6))

@@ -96,7 +96,9 @@ class ComparePage:
         self._reader = rest.reader()
         params = ui.context.client.request.query_params
         given = [each.strip() for each in params.get("jobs", "").split(",")]
-        self._wanted = [*dict.fromkeys(filter(None, given))][:MAX_COMPARED]
+        self._wanted = [*dict.fromkeys(filter(None, given))]
+        self._left_out = self._wanted[MAX_COMPARED:]
+        del self._wanted[MAX_COMPARED:]
         self._metrics = [each for each in params.get("metrics", "").split(",") if each]
         axis = params.get("x", "step")
         self._axis = axis if axis in _AXES else "step"
@@ -110,6 +112,10 @@ class ComparePage:
             self._build_head()
             for name in missing:
                 ui.label(f"There is no job '{name}'.").classes("notice tone-warn")
+            if self._left_out:
+                rest = ", ".join(self._left_out)
+                text = f"At most {MAX_COMPARED} jobs are compared, so these are left out: {rest}"
+                ui.label(text).classes("notice tone-warn")
             if self._compared:
                 self._build_jobs()
                 self._build_charts()

@@ -151,6 +151,8 @@ def test_jobs_are_found_selected_and_compared(
     page.get_by_role("link", name="Leave out nightly").click()
     expect(page).to_have_url(left_out)
     expect(page.locator(".compared tbody tr")).to_have_count(1)
+    page.goto(f"/dashboard/compare?jobs={','.join(f'job-{number}' for number in range(21))}")
+    expect(page.get_by_text("these are left out: job-20")).to_be_visible()
 
 
 def test_an_address_with_half_a_filter_says_what_is_wrong_with_it(page: Page, running: Job) -> None:
@@ -380,13 +382,17 @@ def test_what_does_not_exist_is_a_friendly_404(page: Page, path: str) -> None:
     expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
 
 
-def test_a_phone_needs_no_sideways_scrolling(page: Page, running: Job) -> None:
+def test_a_phone_needs_no_sideways_scrolling(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
     page.set_viewport_size({"width": 400, "height": 800})
     page.goto("/dashboard/")
     expect(page.get_by_role("link", name=running.name)).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     open_job(page, running)
     expect(page.locator(".chart canvas:visible")).to_have_count(5)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    open_job(page, start_job(dashboard.store, "n" * 63))
     assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 

@@ -67,26 +67,17 @@ class _Link:
 class _Upstream(CoordinatorClient):
     """The agent's own connection, to the coordinator."""
 
-    def __init__(
-        self,
-        agent: GroupAgent,
-        identity: Identity,
-        locate: Callable[[], str],
-        heartbeat_timeout_s: float,
-        token: bytes,
-    ) -> None:
-        super().__init__(identity, locate, heartbeat_timeout_s, token)
-        self._agent = agent
+    agent: GroupAgent
 
     def heartbeats(self) -> tuple[Heartbeat, ...]:
-        return self._agent.take_heartbeats()
+        return self.agent.take_heartbeats()
 
     def take_abort(self, result: RoundResult) -> None:
-        self._agent.tell_all(result)
+        self.agent.tell_all(result)
 
     def take_rejection(self, refusal: Rejection) -> None:
         super().take_rejection(refusal)
-        self._agent.reject(refusal)
+        self.agent.reject(refusal)
 
 
 class GroupAgent:
@@ -106,7 +97,8 @@ class GroupAgent:
         self._result: RoundResult | None = None
         self._is_over = False  # every rank will end by itself
         self._is_closed = False
-        self._upstream = _Upstream(self, identity, locate, heartbeat_timeout_s, token)
+        self._upstream = _Upstream(identity, locate, heartbeat_timeout_s, token)
+        self._upstream.agent = self
         self._server = AuthenticatedServer("agent", identity.host, token, self._serve)
         self.address = self._server.address
         """Where the ranks connect to it (host:port)."""

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from trainer.coordination.messages import Heartbeat
 from trainer.protocol.events import HostExcluded, StragglerFound
@@ -35,15 +35,6 @@ class RankId(NamedTuple):
     group: int
     incarnation: int
     rank: int
-
-
-@dataclass(frozen=True)
-class Hang:
-    """A rank that stands still although its process lives; its peers wait for it."""
-
-    rank: RankId
-    phase: str
-    idle_s: float
 
 
 @dataclass(frozen=True)
@@ -317,20 +308,19 @@ class HostRecord:
             return None
         num_failures = len(failures)
         failures.clear()
-        return self._exclude(host, now, num_failures=num_failures)
+        return self.exclude(host, "", now, num_failures)
 
-    def exclude(self, host: str, reason: str, now: float) -> HostExcluded:
-        """Leave a host out that nothing has failed on yet; `reason` goes on after its name."""
-        return self._exclude(host, now, num_failures=0, reason=reason)
+    def exclude(self, host: str, reason: str, now: float, num_failures: int = 0) -> HostExcluded:
+        """Leave a host out; what else than failures is the `reason` goes on after its name."""
+        self._until[host] = until = now + self._exclude_s
+        return HostExcluded(
+            time=now, host=host, num_failures=num_failures, until=until, reason=reason
+        )
 
     def exclude_slow(self, found: StragglerFound, now: float) -> HostExcluded:
         """Leave the host of a straggler out."""
         slow = f"is {found.slowdown:.1f} times as slow as the others (rank {found.rank})"
         return self.exclude(found.host, slow, now)
-
-    def _exclude(self, host: str, now: float, **why: Any) -> HostExcluded:
-        self._until[host] = until = now + self._exclude_s
-        return HostExcluded(time=now, host=host, until=until, **why)
 
     def excluded(self, now: float) -> frozenset[str]:
         """Hosts that no worker may be placed on."""
@@ -424,8 +414,9 @@ class HeartbeatMonitor:
         watched = self._ranks.get(rank)
         return watched is None or now - watched.spoke_at > self._silence_s / 2
 
-    def hangs(self, now: float, waiting: Collection[int] = (), share: float = 1.0) -> list[Hang]:
-        """The hangs, at most one per group: its ranks that wait for the hung one hang with it.
+    def hangs(self, now: float, waiting: Collection[int] = (), share: float = 1.0) -> list[Suspect]:
+        """Ranks that stand still although their processes live, at most one per group: its ranks
+        that wait for the hung one hang with it.
 
         Groups in `waiting` wait for others or for the coordinator; the clocks of their ranks, and
         of those that say that they wait, start when that ends. Outside of training, where a rank
@@ -443,10 +434,11 @@ class HeartbeatMonitor:
         median_s = statistics.median(known_s) if known_s else 0.0
         limit_s = share * max(self._min_hang_s, self._hang_factor * median_s)
         untimed_s = share * _UNTIMED_FACTOR * self._min_hang_s
-        first: dict[int, Hang] = {}
+        first: dict[int, Suspect] = {}
         excused: set[int] = set()
         for rank, beat in beats.items():
-            hang = Hang(rank, beat.phase, now - self._ranks[rank].since)
+            idle_s = now - self._ranks[rank].since
+            hang = Suspect(rank, "hang", beat.phase, idle_s, self._min_hang_s)
             other = first.get(rank.group)
             if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
                 first[rank.group] = hang

@@ -383,8 +383,7 @@ class GroupRegistry:
             return found
         waiting = {group.group for group in self._groups.values() if group.request}
         for hang in self.monitor.hangs(now, waiting, share):
-            suspect = Suspect(hang.rank, "hang", hang.phase, hang.idle_s, policy.min_hang_s)
-            found.setdefault(hang.rank.group, suspect)
+            found.setdefault(hang.rank.group, hang)
         late_s = policy.vote_timeout_s
         for group in self._groups.values():
             is_voting = group.round is not None and group.request is None

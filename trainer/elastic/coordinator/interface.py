@@ -77,11 +77,6 @@ class MembershipPolicy:
         )
 
 
-RunPhase = Literal["starting", "recovering", "running", "finished", "failed"]
-"""`starting`: no group is current; `recovering`: this coordinator was restarted and waits for the
-groups of the one before."""
-
-
 class GroupStatus(Message):
     """One connected group; `processes` are (host, process id) of its ranks."""
 
@@ -109,14 +104,10 @@ class CoordinatorStatus(Message):
     With `failure` the run cannot go on.
     """
 
-    phase: RunPhase
+    has_finished: bool
     ledger: Ledger
     leader: Count | None
     groups: tuple[GroupStatus, ...]
     departures: tuple[Departure, ...] = ()
     stragglers: tuple[StragglerFound, ...] = ()
     failure: Failure | None = None
-
-    @property
-    def has_finished(self) -> bool:
-        return self.phase == "finished"

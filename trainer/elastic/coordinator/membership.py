@@ -40,7 +40,6 @@ from trainer.elastic.coordinator.interface import (
     Effect,
     MembershipPolicy,
     Reply,
-    RunPhase,
 )
 from trainer.elastic.coordinator.leases import LeaseBook, LeaseError
 from trainer.elastic.coordinator.rounds import SyncRounds
@@ -73,19 +72,9 @@ class Membership:
     def _is_recovering(self) -> bool:
         return self._recovery_ends_at is not None
 
-    @property
-    def _phase(self) -> RunPhase:
-        if self._rounds.failure:
-            return "failed"
-        if self._rounds.has_finished:
-            return "finished"
-        if self._is_recovering:
-            return "recovering"
-        return "running" if self._groups.current else "starting"
-
     def status(self) -> CoordinatorStatus:
         return CoordinatorStatus(
-            phase=self._phase,
+            has_finished=self._rounds.has_finished,
             ledger=self._rounds.ledger,
             leader=self._groups.choose_leader(),
             groups=tuple(group.status() for group in self._groups.present),

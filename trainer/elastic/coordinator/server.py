@@ -124,10 +124,9 @@ class _Unproven(asyncio.Protocol):
         if not is_proven:
             self._refuse("wrong token")
             return
-        self.connection_lost(None)
-        connection = _Connection(self._coordinator)
-        self.transport.set_protocol(connection)
-        connection.connection_made(self.transport)
+        self._timer.cancel()
+        self._coordinator.unproven.discard(self)
+        self.transport.set_protocol(_Connection(self._coordinator, self.transport))
 
     def _refuse(self, cause: str) -> None:
         self._coordinator.unproven.log_refusal(cause, self.transport.get_extra_info("peername"))
@@ -142,18 +141,12 @@ class _Unproven(asyncio.Protocol):
 class _Connection(asyncio.Protocol):
     """The connection of a group's agent, or of a rank: cuts what comes into lines."""
 
-    transport: asyncio.Transport
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Coordinator, transport: asyncio.Transport) -> None:
+        self._coordinator, self.transport = coordinator, transport
         self._buffer = b""
         self.speaker: RankId | None = None
         self.roster: Roster | None = None
         """The newest one that it was told."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self._coordinator.connect(self)
 
     def data_received(self, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -341,21 +334,15 @@ class Coordinator:
             await asyncio.sleep(self._config.policy.heartbeat_timeout_s / _TICKS_PER_TIMEOUT)
             for _ in range(_TURNS_TO_READ):  # what has come counts before silence does
                 await asyncio.sleep(0)
-            self._take(self._step)
-
-    def _step(self) -> Iterable[Effect]:
-        return self._membership.tick(self._now())
+            self._take(lambda: self._membership.tick(self._now()))
 
     def _take(self, step: Callable[[], Iterable[Effect]]) -> None:
         """Take a step of the membership and act on it; an error there ends the coordinator."""
         try:
             self._act(step())
         except Exception as error:
-            self._end(error)
-
-    def _end(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self._is_stopping.set()
+            self._error = self._error or error
+            self._is_stopping.set()
 
     def challenge(self, connection: _Unproven) -> Challenge:
         """A connection was accepted; what it must prove."""
@@ -366,10 +353,6 @@ class Coordinator:
 
     def forget(self, transport: asyncio.Transport) -> None:
         self._open.discard(transport)
-
-    def connect(self, connection: _Connection) -> None:
-        """A connection was let in; who it is, its first line says."""
-        self._open.add(connection.transport)
 
     def disconnect(self, connection: _Connection, is_broken: bool) -> None:
         """Forget a connection; the end of a speaker's newest one is its own."""

@@ -153,7 +153,7 @@ class World:
             for (group, incarnation), standing in self.standings.items()
         )
         return CoordinatorStatus(
-            phase="finished" if self.has_finished else "running",
+            has_finished=self.has_finished,
             ledger=Ledger(),
             leader=0,
             groups=groups,

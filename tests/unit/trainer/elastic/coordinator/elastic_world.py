@@ -414,7 +414,7 @@ class World:
         """The groups that the coordinator holds to be current."""
         status = self.status
         lives = {(g.group, g.incarnation) for g in status.groups if g.standing == "current"}
-        groups = self.lives() if status.phase in ("running", "finished") else ()
+        groups = () if status.failure else self.lives()
         return [each for each in groups if each.id[:2] in lives and each.standing == "current"]
 
     @property

@@ -105,7 +105,7 @@ def test_the_first_round_waits_for_every_group():
     world.start_group(1)
     world.exchange(20)
     world.wait(1)
-    assert world.status.phase == "starting"
+    assert world.status.leader is None
     world.start_group(2)
     world.run_to_commit(1)
     assert set(standings(world).values()) == {"current"}
@@ -573,7 +573,7 @@ def with_spare(**policy: Any) -> World:
     world = World(2, **policy)
     world.start_group(2, "spare")
     world.exchange(20)
-    assert world.status.phase == "starting"
+    assert world.status.leader is None
     world.tend()
     world.run_to_commit(2)
     assert standings(world) == {0: "current", 1: "current", 2: "spare"}
@@ -880,7 +880,7 @@ def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     world.hung.add(2)
     world.exchange(5)
     world.wait(0.5)
-    assert world.status.phase == "recovering"
+    assert world.membership._is_recovering
     world.act(world.membership.drop(2, 0, "workers_lost", world.now))
     world.run_to_commit(4)
     world.hung.clear()
@@ -898,7 +898,7 @@ def test_nothing_is_answered_until_all_have_had_the_time_to_find_a_restarted_coo
     world.exchange(20)
     for _ in range(10):
         world.wait(0.099 * grace_s)
-    assert world.status.phase == "recovering"
+    assert world.membership._is_recovering
     assert all(group.ledger.commit <= 3 for group in world.lives())
     world.hung.clear()
     world.run_to_commit(4)

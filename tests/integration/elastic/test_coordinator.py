@@ -698,6 +698,7 @@ def hang_in_training(log: Path, address: str) -> None:
 
     def join_and_hang(config: Any, client: CoordinatorClient, host: str) -> None:
         client.join("initial", "seed-0", Ledger(), "")
+        os.write(2, b"it has joined\n")
         threading.Event().wait()
 
     vars(group_session).update(locate=lambda _: address, run_group=join_and_hang)
@@ -712,7 +713,7 @@ def test_a_rank_of_a_group_that_is_given_up_logs_its_stacks_as_it_ends(tmp_path:
     args = (log, coordinator.address)
     rank = FORK_SERVER.Process(target=hang_in_training, args=args, daemon=True)
     rank.start()
-    wait_until(lambda: coordinator.status().groups, "it joins", 60)
+    wait_until(lambda: log.exists() and "has joined" in log.read_text(), "it joins", 60)
     coordinator.drop(0, 0, "hang")
     assert exit_codes([rank]) == [70]
     assert "in join_and_hang" in log.read_text()

@@ -6,12 +6,10 @@ cluster of the machine.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -21,7 +19,6 @@ from pathlib import Path
 import httpx
 
 from service.local.processes import ProcessId, is_alive
-from service.local.state import StackError
 
 # Ray replaces 127.0.0.1 by an address that other machines can reach. Any other loopback
 # address is kept, so the cluster stays private and survives a change of network.
@@ -50,6 +47,8 @@ TRAINER_SETTINGS = frozenset(
 _KEPT_FROM_JOBS = frozenset({"RAY_ADDRESS", "RAY_AUTH_TOKEN", "PGPASSWORD", "PGPASSFILE"})
 
 
+# `ray start` of this environment, made fit for a busy machine.
+_START = (sys.executable, "-m", "trainer.driver.ray_start")
 _AGENT_PORT_OPTIONS = (
     "--dashboard-agent-grpc-port",
     "--dashboard-agent-listen-port",
@@ -69,21 +68,6 @@ def free_ports(number: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-
-
-def ray_executable() -> str:
-    """Path of the `ray` command of this very environment, or else of PATH; raises `StackError`."""
-    found = shutil.which("ray", path=sysconfig.get_path("scripts")) or shutil.which("ray")
-    if found is None:
-        raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-cpu]'")
-    return found
-
-
-def _start_command() -> list[str]:
-    """`ray start` of this environment, made fit for a busy machine; else of PATH."""
-    if importlib.util.find_spec("ray"):
-        return [sys.executable, "-m", "trainer.driver.ray_start"]
-    return [ray_executable(), "start"]
 
 
 def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
@@ -139,7 +123,7 @@ class RayNode:
 
     def join_command(self, gcs_address: str, temp_dir: Path) -> list[str]:
         """Command that runs it beside the head at `gcs_address` until it is told to stop."""
-        return [*_start_command(), f"--address={gcs_address}", *self.options(temp_dir)]
+        return [*_START, f"--address={gcs_address}", *self.options(temp_dir)]
 
     def options(self, temp_dir: Path) -> list[str]:
         """Options of `ray start`, the same for a head."""
@@ -169,7 +153,7 @@ class RayHead:
 
     def command(self, temp_dir: Path) -> list[str]:
         return [
-            *_start_command(),
+            *_START,
             "--head",
             f"--port={self._port}",
             # It does not grow by itself.

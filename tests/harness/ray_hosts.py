@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from service.local.processes import process_table
-from service.local.ray_node import ray_executable
 from tests.harness.files import records_in
 from tests.harness.wait import free_port, wait_for
 from trainer.driver.attempt import DriverContext
@@ -31,6 +31,7 @@ from trainer.protocol.events import EventModel
 from trainer.spec.job import JobSpec
 
 HEAD = "127.0.0.2"
+RAY = shutil.which("ray", path=sysconfig.get_path("scripts")) or "ray"
 _STORE_BYTES = 80_000_000
 _STARTED = b"Ray runtime started."
 # A lost host is noticed within seconds rather than minutes, and nobody counts what nobody asks.
@@ -79,13 +80,12 @@ class RayHosts:
         return self.temp_dir.with_name(f"{self.temp_dir.name}-{address}.log")
 
     def _start(self, address: str, num_workers: int) -> None:
-        executable = ray_executable()
         role = [f"--address={self.address}"]
         if address == HEAD:
             role = ["--head", f"--port={self.port}", "--include-dashboard=false"]
             role += [f"--temp-dir={self.temp_dir}", "--include-log-monitor=false"]
         command = [
-            executable,
+            RAY,
             "start",
             "--block",
             *role,

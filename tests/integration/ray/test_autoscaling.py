@@ -24,9 +24,9 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 
 from service.client.client import ShardloomClient
 from service.domain.models import JobStatus
-from service.local.ray_node import NODE_IP, RayState, free_ports, ray_executable
+from service.local.ray_node import NODE_IP, RayState, free_ports
 from tests.conftest import EXAMPLE_SPEC, REPO
-from tests.harness.ray_hosts import RAY_SETTINGS, kill_tree, processes_below
+from tests.harness.ray_hosts import RAY, RAY_SETTINGS, kill_tree, processes_below
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import Found, free_port, wait_for
 from trainer.fault_injection import FAULTS, VARIABLE, Fault
@@ -157,9 +157,8 @@ class GrowingRay:
     def _start(self) -> None:
         config = self.temp_dir.with_suffix(".json")
         config.write_text(json.dumps(autoscaling_config(self.gcs_port)))
-        executable = ray_executable()
         command = [
-            executable,
+            RAY,
             "start",
             "--head",
             "--block",

@@ -31,7 +31,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -425,7 +425,7 @@ class Tracer:
         with self._speed.paused():
             recording.profiler.stop()
             try:
-                _write(recording.profiler, path)
+                size_bytes = _write(recording.profiler, path)
             except OSError as error:
                 self._report("error", f"trace {path.name} cannot be written: {error}")
                 return
@@ -436,19 +436,23 @@ class Tracer:
                 num_steps=recording.num_steps,
                 rank=self._rank,
                 path=str(path),
-                size_bytes=path.stat().st_size,
+                size_bytes=size_bytes,
             )
         )
 
     def _enqueue(self, trace_id: str, num_steps: int, ranks: Collection[int]) -> None:
-        is_written = self._files.trace_path(trace_id, self._rank).exists()
-        if self._rank in ranks and not is_written:
-            self._queued.append((trace_id, num_steps))
+        if self._rank not in ranks:
+            return
+        with suppress(OSError):  # storage that is away may be there when the trace is written
+            if self._files.trace_path(trace_id, self._rank).exists():
+                return
+        self._queued.append((trace_id, num_steps))
 
     def _refuse(self, path: Path, error: ValidationError) -> None:
         if self._rank != 0:
             return
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
         faults = SpecError(problems_of(error.errors(include_url=False)))
         self._report("warning", f"the request for a trace is refused and removed: {faults}")
 
@@ -466,12 +470,12 @@ def _start(trace_id: str, num_steps: int) -> _Recording:
     return recording
 
 
-def _write(profiler: profile, path: Path) -> None:
-    """Export to a name of its own, then move into place."""
+def _write(profiler: profile, path: Path) -> int:
+    """Export to a name of its own, then move into place; its bytes."""
     partial = path.with_name(f".partial-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(partial))
-        partial.replace(path)
+        return partial.replace(path).stat().st_size
     finally:
         partial.unlink(missing_ok=True)

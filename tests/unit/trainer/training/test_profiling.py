@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -268,10 +270,11 @@ def test_a_trace_that_is_stopped_early_says_how_many_steps_it_has(tmp_path: Path
     assert bench.written() == [("spec-rank0.json.gz", 2, 2)]
 
 
-def test_a_trace_that_cannot_be_written_costs_a_note_only(tmp_path: Path) -> None:
+def test_storage_that_is_away_costs_a_trace_and_a_note_only(tmp_path: Path) -> None:
     bench = Bench(tmp_path, spec=TraceSpec(first_step=1, num_steps=1))
     bench.files.traces_dir.write_text("a file where the folder should be")
-    bench.take_steps(1, 2)
+    with patch.object(Path, "exists", side_effect=OSError(errno.ESTALE, "stale")):
+        bench.take_steps(1, 1)
     (note,) = bench.emitted
     assert isinstance(note, events.Note)
     assert "spec-rank0.json.gz cannot be written" in note.message

@@ -33,7 +33,6 @@ from rich.table import Table
 from tests.benchmarks.quality_data import SOURCE, FloatArray, Fold, make_fold, read_ratings
 from tests.benchmarks.quality_ours import held_out_errors, job_spec, single_rank
 from tests.benchmarks.quality_peers import (
-    BiasSettings,
     FactorSettings,
     bias_errors,
     factor_errors,
@@ -62,17 +61,7 @@ SPEC = Path(__file__).parents[2] / "examples" / "movielens-transformer.yaml"
 DATA = MovieLensOptions()
 # What the example does on four ranks of 128 rows, one rank does on 512.
 OURS = ("data.batch_size=512",)
-BIAS = BiasSettings(user_prior=5, movie_prior=3)
-FACTORS = FactorSettings(
-    num_factors=512,
-    lr=0.04,
-    lr_decay=0.88,
-    factor_l2=0.02,
-    bias_l2=0.001,
-    init_std=0.01,
-    batch_size=256,
-    num_epochs=12,
-)
+FACTORS = FactorSettings()
 
 Results = Mapping[str, Sequence[float]]
 Squares = Mapping[str, Sequence[FloatArray]]
@@ -87,7 +76,7 @@ def measure(fold: Fold, num_seeds: int) -> dict[str, list[FloatArray]]:
 
     squares: dict[str, list[FloatArray]] = {
         "global mean": [by_user(mean_errors(fold))] * num_seeds,
-        "user + movie bias": [by_user(bias_errors(fold, BIAS))] * num_seeds,
+        "user + movie bias": [by_user(bias_errors(fold))] * num_seeds,
         "matrix factorisation": [],
         OUR_NAME: [],
     }

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Connection, RowMapping, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
@@ -19,12 +20,13 @@ from service.db.queries import select_jobs
 from service.db.rows import job_of
 from service.db.tables import jobs, metric_names, metric_points, sweep_trials, sweeps
 from service.domain.models import Job
-from service.domain.sweeps import EarlyStopping, Observed, Parameter, Sweep, SweepStatus, Trial
+from service.domain.sweeps import Observed, Sweep, SweepStatus, Trial
 from service.errors import JobUnreadable, SweepEnded, SweepNotEnded, SweepNotFound
 
 _LIVE = (SweepStatus.RUNNING.value, SweepStatus.CANCELLING.value)
 # Columns of their own; all else is in `definition`.
 _COLUMNS = ("id", "project", "status", "message", "created_at", "ended_at")
+_SWEEP: TypeAdapter[Sweep] = TypeAdapter(Sweep)
 
 
 class SweepStore(Transactions):
@@ -170,19 +172,7 @@ def _read(connection: Connection, sweep_id: str) -> Sweep:
 
 
 def _sweep_of(row: RowMapping) -> Sweep:
-    definition = dict(row["definition"])
-    stopping = definition.pop("early_stopping")
-    parameters = tuple(
-        Parameter(**{**each, "values": tuple(each["values"])})
-        for each in definition.pop("parameters")
-    )
-    return Sweep(
-        **{name: row[name] for name in _COLUMNS if name != "status"},
-        **definition,
-        parameters=parameters,
-        status=SweepStatus(row["status"]),
-        early_stopping=EarlyStopping(**stopping) if stopping else None,
-    )
+    return _SWEEP.validate_python({name: row[name] for name in _COLUMNS} | row["definition"])
 
 
 def _trial_of(row: RowMapping) -> Trial:

@@ -102,13 +102,6 @@ class Gap:
     standard_error: float | None
     spread: tuple[float, float]
 
-    @property
-    def is_significant(self) -> bool:
-        """Whether the gap is larger than parity allows, even two standard errors nearer to 0."""
-        if self.standard_error is None:
-            return False
-        return abs(self.relative) - 2 * self.standard_error > PARITY
-
 
 def gap_of(ours: Sequence[float], peer: Sequence[float]) -> Gap:
     """Gap of `ours` to `peer`, each the NE by seed."""
@@ -149,7 +142,7 @@ def gaps_of(final_ne: Mapping[str, Sequence[float]]) -> dict[str, Gap]:
 def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float) -> Table:
     """NE and gap of every variant; gaps in percent."""
     table = Table(
-        *("variant", "NE", "gap %", "standard error %", "spread over seeds %", "significant"),
+        *("variant", "NE", "gap %", "standard error %", "spread over seeds %"),
         title="ne_parity: held-out normalized entropy after the same samples",
         caption=f"best reachable NE (the teacher's): {teacher_ne:.5f}; parity is {PARITY:.2%}",
     )
@@ -158,9 +151,8 @@ def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float) -> Tabl
     for name, gap in gaps_of(final_ne).items():
         error = "" if gap.standard_error is None else f"{100 * gap.standard_error:.4f}"
         low, high = (f"{100 * bound:+.4f}" for bound in gap.spread)
-        significant = "yes" if gap.is_significant else "no"
         relative = f"{100 * gap.relative:+.4f}"
-        table.add_row(name, means[name], relative, error, f"{low} to {high}", significant)
+        table.add_row(name, means[name], relative, error, f"{low} to {high}")
     return table
 
 
@@ -200,10 +192,7 @@ def document_of(
         "settings": {**asdict(settings), "num_replicas": num_replicas, "num_seeds": len(results)},
         "ratios": ratios,
         "teacher_ne": results[0].teacher_ne,
-        "gaps": {
-            name: {"ne": fmean(ne[name]), **asdict(gap), "is_significant": gap.is_significant}
-            for name, gap in gaps_of(ne).items()
-        },
+        "gaps": {name: {"ne": fmean(ne[name]), **asdict(gap)} for name, gap in gaps_of(ne).items()},
         "runs": [
             {"seed": seed, "variant": name, **asdict(curve)}
             for seed, result in enumerate(results)

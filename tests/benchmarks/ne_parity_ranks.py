@@ -7,7 +7,6 @@ Both get the same rows, the same starting weights, the same dense optimizer and 
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,11 +61,10 @@ class Variant:
 
 @dataclass
 class Curve:
-    """Held-out NE of one run along its training rows, and what the run cost."""
+    """Held-out NE of one run along its training rows."""
 
     rows: list[int] = field(default_factory=list)
     ne: list[float] = field(default_factory=list)
-    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,6 @@ def _train(
     settings: Settings, variant: Variant, seed: int, rows: RankRows, meter: TaskMeter
 ) -> Curve:
     trainee, curve = _build(settings, variant, seed), Curve()
-    started = time.perf_counter()
     for step, batch in enumerate(batches(rows.train, settings.batch_size), start=1):
         trainee.begin_step(step)
         loss, _ = trainee.model(batch)
@@ -115,7 +112,6 @@ def _train(
         if step in settings.evaluation_steps:
             curve.rows.append(step * settings.global_batch_size)
             curve.ne.append(held_out_ne(trainee.model, meter, rows.held_out))
-    curve.elapsed_s = time.perf_counter() - started
     return curve
 
 

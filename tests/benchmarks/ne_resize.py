@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -78,7 +77,7 @@ def _train(
 ) -> Curve:
     group = SimulatedGroup(settings, seed)
     teacher = Teacher(list(settings.tables.values()), settings.zipf_exponent, settings.teacher_seed)
-    curve, started = Curve(), time.perf_counter()
+    curve = Curve()
     for turn in turns_of(settings, [NUM_GROUPS] * len(WALK) if variant == FAULT_FREE else WALK):
         if variant != UNSCALED:
             group.optimizers.set_share(turn.num_live / NUM_GROUPS)
@@ -88,7 +87,6 @@ def _train(
         if turn.ends_phase:
             curve.rows.append(turn.stop * settings.batch_size)
             curve.ne.append(held_out_ne(group.model, meter, held_out))
-    curve.elapsed_s = time.perf_counter() - started
     return curve
 
 

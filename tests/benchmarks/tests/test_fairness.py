@@ -29,7 +29,7 @@ from tests.benchmarks.loader import WAIT_GOAL, best_peer, check_sums, speed_goal
 from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
 from tests.benchmarks.loader_session import model_spec
-from tests.benchmarks.ne_parity import BF16, NOISE, PARITY, PEER, gap_of, name_of_scale, variants_of
+from tests.benchmarks.ne_parity import BF16, NOISE, PARITY, PEER, name_of_scale, variants_of
 from tests.benchmarks.ne_parity_case import Settings, batches, rows_of_rank
 from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
 from tests.benchmarks.peers.pandas_loader import epoch_over
@@ -158,18 +158,11 @@ def test_batches_hold_the_rows_in_order_by_feature():
     assert found[1].sparse.lengths().eq(1).all()
 
 
-def test_a_gap_is_significant_only_when_its_error_cannot_explain_it():
-    assert gap_of([1.01, 1.011], [1.0, 1.0]).is_significant
-    assert not gap_of([1.01, 0.99], [1.0, 1.0]).is_significant
-    assert not gap_of([1.0001, 1.0001], [1.0, 1.0]).is_significant
-    assert not gap_of([1.01], [1.0]).is_significant
-
-
 def results_of(ne_by_variant: dict[str, list[float]]) -> list[SeedResult]:
     seeds = zip(*ne_by_variant.values(), strict=True)
     return [
         SeedResult(
-            {name: Curve([100], [ne], 1.0) for name, ne in zip(ne_by_variant, values, strict=True)},
+            {name: Curve([100], [ne]) for name, ne in zip(ne_by_variant, values, strict=True)},
             0.7,
         )
         for values in seeds
@@ -226,7 +219,7 @@ def test_groups_that_come_and_go_train_every_batch_once_and_end_with_all(num_ste
 def test_the_gap_of_a_resized_run_is_to_the_run_without_faults():
     names = (ne_resize.FAULT_FREE, ne_resize.RESIZED, ne_resize.UNSCALED)
     values = zip(names, (0.8, 0.79992, 0.808), strict=True)
-    curves = {name: Curve([1], [ne], 1.0) for name, ne in values}
+    curves = {name: Curve([1], [ne]) for name, ne in values}
     ratios = ne_resize.document_of(SMALL, [curves], {})["ratios"]
     assert ratios["ne_gap"]["value"] == pytest.approx(1e-4) and is_met(ratios["ne_gap"])
     assert ratios["ne_gap_without_rescale"]["value"] == pytest.approx(0.01)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from trainer.errors import CorruptFileError, ManifestError
 from trainer.storage import Location
@@ -19,13 +19,7 @@ from trainer.storage import Location
 MANIFEST_NAME = "manifest.json"
 
 
-class ManifestModel(BaseModel):
-    """Base of the manifest's parts: unknown keys are errors and values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StoredFile(ManifestModel):
+class StoredFile(BaseModel, extra="forbid", frozen=True):
     """A file of the prepared folder; `path` is relative to it."""
 
     path: str
@@ -33,7 +27,7 @@ class StoredFile(ManifestModel):
     sha256: str
 
 
-class FileContents(ManifestModel):
+class FileContents(BaseModel, extra="forbid", frozen=True):
     """What a Parquet file holds, so that nobody has to read its footer to number its rows.
 
     `group_rows` are the rows of each row group. `num_values` counts the values of those columns
@@ -60,24 +54,24 @@ class FileContents(ManifestModel):
         )
 
 
-class FileEntry(StoredFile, FileContents):
+class FileEntry(StoredFile, FileContents, frozen=True):
     """One Parquet file of a split."""
 
 
-class SplitEntry(ManifestModel):
+class SplitEntry(BaseModel, extra="forbid", frozen=True):
     """One part of the data, in file order."""
 
     num_rows: int
     files: tuple[FileEntry, ...]
 
 
-class VocabularyEntry(StoredFile):
+class VocabularyEntry(StoredFile, frozen=True):
     """A vocabulary file; `num_values` does not count the unknown id 0."""
 
     num_values: int
 
 
-class Manifest(ManifestModel):
+class Manifest(BaseModel, extra="forbid", frozen=True):
     """A prepared folder.
 
     `columns` maps each column to its type (`int64`, `float32`, `list<int64>`, ...); `vocab_sizes`

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from trainer.layout.cost import Workload
 from trainer.layout.layout import Layout
@@ -41,11 +41,7 @@ _VECTORS_OF_HISTORY = 2
 _LEAST_CACHED = {"fused_uvm_caching": 0.2, "auto": 0.01}
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class GroupTopology(_Frozen):
+class GroupTopology(BaseModel, extra="forbid", frozen=True):
     """What TorchRec's planner is told of one sharding group of L ranks.
 
     `memory_bytes` is a worker's, on its device; `host_memory_bytes` its share of the host's, where
@@ -62,7 +58,7 @@ class GroupTopology(_Frozen):
     inter_host_bytes_per_s: float
 
 
-class TablePlacement(_Frozen):
+class TablePlacement(BaseModel, extra="forbid", frozen=True):
     """How one table is sharded; `ranks` are positions in the group, None for all of them.
 
     `row_parts` are the parts that its rows are in, of which each has partial sums for all samples.
@@ -77,7 +73,7 @@ class TablePlacement(_Frozen):
     load_factor: float = 1.0
 
 
-class RankLoad(_Frozen):
+class RankLoad(BaseModel, extra="forbid", frozen=True):
     """What one rank of a group holds of the tables, in bytes, and what it does in a step.
 
     `lookup_bytes`, `input_bytes` and `output_bytes` are those of all samples of its group.
@@ -92,7 +88,7 @@ class RankLoad(_Frozen):
     output_bytes: float = 0.0
 
 
-class GroupPlan(_Frozen):
+class GroupPlan(BaseModel, extra="forbid", frozen=True):
     """TorchRec's plan of one sharding group: tables in the spec's order, loads by position.
 
     Where there is none, `obstacle` says why, and the rest is empty.

@@ -47,17 +47,14 @@ def test_a_part_takes_the_moments_of_its_range_and_counts_each_column_once() -> 
 
 
 @given(widths)
-def test_the_names_in_a_checkpoint_tell_the_ranges(widths: list[int]) -> None:
+def test_the_names_in_a_checkpoint_tell_the_ranges_and_whole_rows_keep_the_plain_one(
+    widths: list[int],
+) -> None:
     ranges, whole = _ranges(widths), Columns(0, sum(widths))
+    assert moment_key("users.momentum1", whole, whole) == "users.momentum1"
     keys = {moment_key("users.momentum1", columns, whole) for columns in ranges}
     others = {"users.momentum10", "users.momentum1.columns_x", "more.users.momentum1.columns_0_4"}
     assert stored_columns("users.momentum1", whole, keys | others) == ranges
-
-
-def test_moments_of_whole_rows_keep_the_plain_name() -> None:
-    whole = Columns(0, 16)
-    assert moment_key("users.momentum1", whole, whole) == "users.momentum1"
-    assert stored_columns("users.momentum1", whole, ["users.momentum1"]) == [whole]
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups, build_groups
-from trainer.parallel.model import TableShard
+from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sharding import build_parallel_model
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -188,6 +189,13 @@ def dense_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if "embedding" not in name
     }
+
+
+def build_trained(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, Optimizers]:
+    """The sharded model of a job and its optimizers, before the first step. Collective."""
+    model, _ = build_parallel_model(spec, groups)
+    clip_norm = spec.training.clip_norm
+    return model, Optimizers(model, spec.optimizer, spec.moment_scale, clip_norm)
 
 
 def take_step(

@@ -13,15 +13,19 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from tests.harness.small_model import dlrm_spec, plain_batch, rank_device, take_step
+from tests.harness.small_model import (
+    build_trained,
+    dlrm_spec,
+    plain_batch,
+    rank_device,
+    take_step,
+)
 from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
 from trainer.parallel.collectives import pairwise_mean
 from trainer.parallel.mesh import build_groups
-from trainer.parallel.optimizer import Optimizers
-from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import Sync, build_sync
 from trainer.spec.job import JobSpec
 
@@ -147,6 +151,7 @@ def spec_of(case: SyncCase) -> JobSpec:
         "shard_group_size": case.shard_group_size,
         "placement": case.placement,
         "planner": {"bandwidths": "default"},
+        "dense": "every_step",
         "sync": case.sync,
     }
     return dlrm_spec(
@@ -199,8 +204,7 @@ class Training:
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
         host = f"host-{dist.get_rank() // case.ranks_per_host}"
         self.groups = build_groups(layout, rank_device(), timeout_s=scaled(30), host=host)
-        self.model, _ = build_parallel_model(self.spec, self.groups)
-        self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
+        self.model, self.optimizers = build_trained(self.spec, self.groups)
         self.copy = next(
             copy
             for copy, ranks in enumerate(self.groups.mesh.sharding_groups)

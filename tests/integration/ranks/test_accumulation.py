@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.harness.ranks import run_in_turn, run_ranks
 from tests.harness.small_model import (
+    build_trained,
     dense_parameters,
     form_groups,
     make_batch,
@@ -25,8 +26,7 @@ from tests.integration.ranks.test_optimizers import (
     tables_of,
 )
 from trainer.parallel.collectives import reduce_parts
-from trainer.parallel.optimizer import Optimizers, factor
-from trainer.parallel.sharding import build_parallel_model
+from trainer.parallel.optimizer import factor
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.training import DensePrecision
@@ -90,9 +90,9 @@ def accumulating(spec: JobSpec, num_steps: int, **training: Any) -> JobSpec:
 
 def train_accumulated() -> dict[str, Any]:
     """This rank's tables and dense part, and those of the plain model."""
-    spec = accumulating(scheduled_spec(ALONE, "sgd", data_parallel=("users",)), EVERY)
-    model, _ = build_parallel_model(spec, form_groups(ALONE))
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale, CLIP_NORM)
+    scheduled = scheduled_spec(ALONE, "sgd", data_parallel=("users",))
+    spec = accumulating(scheduled, EVERY, clip_norm=CLIP_NORM)
+    model, optimizers = build_trained(spec, form_groups(ALONE))
     plain = PlainAccumulation(spec, model)
     for step in range(1, NUM_STEPS + 1):
         optimizers.begin_step(step, NUM_STEPS)
@@ -131,8 +131,7 @@ def mean_of_equal(precision: DensePrecision, num_batches: int) -> dict[str, Any]
     before the last.
     """
     spec = accumulating(spec_of(ALONE), num_batches, dense_precision=precision)
-    model, _ = build_parallel_model(spec, form_groups(ALONE))
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    model, optimizers = build_trained(spec, form_groups(ALONE))
     for kernel in model.embedding_kernels():
         kernel.set_learning_rate(0.0)  # else each batch has another gradient
     batch = make_batch(1, dist.get_rank(), BATCH_SIZE)
@@ -170,8 +169,7 @@ def train_clipped(max_gradient: float | None) -> dict[str, float]:
     document = scheduled_spec(ALONE, "sgd").model_dump(mode="json", exclude_unset=True)
     document["optimizer"] = {"sparse": {"name": "sgd", "lr": 1.0, "max_gradient": max_gradient}}
     spec: JobSpec = validate_spec(document)
-    model, _ = build_parallel_model(spec, form_groups(ALONE))
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    model, optimizers = build_trained(spec, form_groups(ALONE))
     before = tables_of(model.state_dict())
     optimizers.begin_step(1, 1)
     loss, _ = model(make_batch(1, dist.get_rank(), BATCH_SIZE))

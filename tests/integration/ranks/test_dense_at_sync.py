@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.harness.ranks import run_ranks
 from tests.harness.small_model import (
     Case,
+    build_trained,
     dense_parameters,
     form_groups,
     make_batch,
@@ -28,8 +29,8 @@ from trainer.parallel import model as models
 from trainer.parallel.model import GroupDataParallelWrapper, TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
-from trainer.parallel.sharding import build_parallel_model, sharders
-from trainer.parallel.sync import Sync, build_sync
+from trainer.parallel.sharding import sharders
+from trainer.parallel.sync import build_sync
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -45,17 +46,11 @@ def _spec(case: Case, optimizer: str, precision: str = "fp32", **table_types: st
     return validate_spec(document)
 
 
-def _build(spec: JobSpec, case: Case) -> tuple[TwoDParallel, Optimizers, Sync]:
-    model, _ = build_parallel_model(spec, form_groups(case))
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
-    sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
-    return model, optimizers, sync
-
-
 def _train_one_group_after_the_other(case: Case, precision: str) -> dict[str, Any]:
     """Group 1 begins only when group 0 has trained: any collective across them would hang."""
     spec = _spec(case, "adam", precision, genres="data_parallel")
-    model, optimizers, sync = _build(spec, case)
+    model, optimizers = build_trained(spec, form_groups(case))
+    sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
     assert model.data_parallel_tables()
     store = dist.distributed_c10d._get_default_store()
     is_first = 0 in model.groups.sharding_ranks

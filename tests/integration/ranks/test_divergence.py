@@ -8,29 +8,16 @@ import pytest
 import torch
 
 from tests.harness.ranks import run_ranks
-from tests.harness.small_model import Case, form_groups, make_batch, spec_of, take_step
+from tests.integration.ranks.sync_cases import SyncCase, Table, Training
 from trainer.coordination.detection import DivergentShard
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.optimizer import Optimizers
-from trainer.parallel.sharding import build_parallel_model
-from trainer.parallel.sync import build_sync
-from trainer.spec import validate_spec
-from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import DivergenceCheckSpec
 
 # What a fault hits: a shard of a table or its moments, a whole table, a dense parameter.
-WHOLE = ("genres", "network.over_arch.model.1.bias")  # on every rank
-TARGETS = ("users", "users.moments", *WHOLE)
-
-
-def _spec(case: Case, mode: str, dtype: str = "fp32") -> JobSpec:
-    document = spec_of(case).model_dump(mode="json")
-    document["parallelism"]["sync"] |= {"mode": mode, "dtype": dtype}
-    for table in document["embedding_tables"]:
-        if table["name"] == "genres":
-            table["constraints"]["sharding_types"] = ["data_parallel"]
-    return validate_spec(document)
+TABLES = (Table(37), Table(11, sharding="data_parallel"))
+WHOLE = ("table_1", "network.over_arch.bias")  # on every rank
+TARGETS = ("table_0", "table_0.moments", *WHOLE)
 
 
 def _tensor(model: TwoDParallel, target: str) -> torch.Tensor:
@@ -54,32 +41,25 @@ def _everything(model: TwoDParallel) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-class _Run:
+class _Run(Training):
     """A model that is trained with a sync and a guard after each step."""
 
-    def __init__(self, case: Case, check: DivergenceCheckSpec, **sync: str) -> None:
-        self.spec = _spec(case, **sync)
-        self.model, _ = build_parallel_model(self.spec, form_groups(case))
-        self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
-        self.sync = build_sync(
-            self.model, self.spec, extra=lambda: self.optimizers.synced_whole(dense=False)
-        )
+    def __init__(self, case: SyncCase, check: DivergenceCheckSpec) -> None:
+        super().__init__(case)
+        self.sync = self.build_sync()
         self.guard = DivergenceGuard(
             self.model, check, self.optimizers.combined, compare_state=True
         )
 
-    def step(self, step: int) -> None:
-        rank, batch_size = self.model.groups.rank, self.spec.data.batch_size
-        take_step(self.model, self.optimizers, make_batch(step, rank, batch_size), step, 10)
+    def train_and_sync(self) -> None:
+        self.train()
         self.sync()
 
 
-def _repair(case: Case, bad_rank: int, mode: str, dtype: str) -> list[dict[str, Any]]:
+def _repair(case: SyncCase, bad_rank: int) -> list[dict[str, Any]]:
     """Flip a bit of each target in turn on one rank; findings, and whether all was as before."""
-    run = _Run(
-        case, DivergenceCheckSpec(every_syncs=1, action="rebroadcast"), mode=mode, dtype=dtype
-    )
-    run.step(1)
+    run = _Run(case, DivergenceCheckSpec(every_syncs=1, action="rebroadcast"))
+    run.train_and_sync()
     results = [{"found": run.guard.check(), "repaired": True}]
     for target in TARGETS:
         before = _everything(run.model)
@@ -90,28 +70,30 @@ def _repair(case: Case, bad_rank: int, mode: str, dtype: str) -> list[dict[str, 
         equal = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         results.append({"found": found, "repaired": equal})
     run.sync.renew()
-    run.step(2)
+    run.train_and_sync()
     results.append({"found": run.guard.check(), "repaired": True})
     return results
 
 
 @pytest.mark.parametrize(
-    ("case", "bad_rank", "shard", "mode", "dtype"),
+    ("case", "bad_rank", "shard"),
     [
-        (Case(4, 2), 3, 1, "touched_rows", "fp32"),
+        (SyncCase(4, 2, TABLES), 3, 1),
         pytest.param(
-            Case(4, 2, placement="inter_host"), 2, 0, "full", "bf16", marks=pytest.mark.slow
+            SyncCase(4, 2, TABLES, "inter_host", sync={"mode": "full", "dtype": "bf16"}),
+            *(2, 0),
+            marks=pytest.mark.slow,
         ),
         # Of three copies the odd one out is wrong, even where it is the first.
-        (Case(3, 1), 0, 0, "touched_rows", "fp32"),
+        (SyncCase(3, 1, TABLES), 0, 0),
     ],
 )
 def test_one_flipped_bit_is_named_on_every_rank_and_repaired_bitwise(
-    case: Case, bad_rank: int, shard: int, mode: str, dtype: str
+    case: SyncCase, bad_rank: int, shard: int
 ) -> None:
     healthy: list[DivergentShard] = []
     shard_of = {t: 0 if t in WHOLE else shard for t in TARGETS}
-    for results in run_ranks(_repair, case.world_size, case, bad_rank, mode, dtype):
+    for results in run_ranks(_repair, case.world_size, case, bad_rank):
         found = [result["found"] for result in results]
         expected = [
             [DivergentShard(target.removesuffix(".moments"), shard_of[target], (bad_rank,))]
@@ -121,11 +103,11 @@ def test_one_flipped_bit_is_named_on_every_rank_and_repaired_bitwise(
         assert all(result["repaired"] for result in results)
 
 
-def _checks_at(case: Case) -> list[bool]:
+def _checks_at(case: SyncCase) -> list[bool]:
     """At which of six syncs a difference that was there all along is found."""
-    run = _Run(case, DivergenceCheckSpec(every_syncs=3, action="fail"), mode="full")
+    run = _Run(case, DivergenceCheckSpec(every_syncs=3, action="fail"))
     if run.model.groups.rank == 1:
-        _flip_a_bit(_tensor(run.model, "users"))
+        _flip_a_bit(_tensor(run.model, "table_0"))
     found = []
     for _ in range(6):
         found.append(run.guard.is_due_after_sync() and bool(run.guard.check()))
@@ -133,5 +115,5 @@ def _checks_at(case: Case) -> list[bool]:
 
 
 def test_copies_are_compared_at_every_third_sync_only() -> None:
-    for found in run_ranks(_checks_at, 2, Case(2, 1)):
+    for found in run_ranks(_checks_at, 2, SyncCase(2, 1, TABLES)):
         assert found == [False, False, True] * 2

@@ -15,12 +15,16 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from tests.harness.ranks import run_ranks
-from tests.harness.small_model import dlrm_spec, plain_batch, rank_device, take_step
+from tests.harness.small_model import (
+    build_trained,
+    dlrm_spec,
+    plain_batch,
+    rank_device,
+    take_step,
+)
 from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.parallel.mesh import MeshGroups, build_groups
-from trainer.parallel.optimizer import Optimizers
-from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync
 from trainer.spec.job import JobSpec
 from trainer.training.worker import layout_of
@@ -96,8 +100,7 @@ def peak_growth_bytes(spec: JobSpec, small: JobSpec) -> int:
 
 def train(spec: JobSpec, groups: MeshGroups) -> None:
     """Two intervals of syncs, the second while the first overlaps with it."""
-    model, _ = build_parallel_model(spec, groups)
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    model, optimizers = build_trained(spec, groups)
     sync = build_sync(model, spec)
     num_rows = spec.embedding_tables[0].num_embeddings
     for step in range(1, NUM_STEPS + 1):

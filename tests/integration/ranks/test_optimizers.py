@@ -12,6 +12,7 @@ from tests.harness.ranks import run_in_turn, run_ranks
 from tests.harness.small_model import (
     TABLE_ROWS,
     Case,
+    build_trained,
     dense_parameters,
     form_groups,
     make_batch,
@@ -45,11 +46,6 @@ def scheduled_spec(
         if table["name"] in data_parallel:
             table["constraints"] = {"sharding_types": ["data_parallel"]}
     return validate_spec(document)
-
-
-def start(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, Optimizers]:
-    model, _ = build_parallel_model(spec, groups)
-    return model, Optimizers(model, spec.optimizer, spec.moment_scale)
 
 
 def train(model: TwoDParallel, optimizers: Optimizers, steps: range) -> None:
@@ -132,7 +128,7 @@ class PlainTraining:
 def train_beside_plain(name: str, groups: MeshGroups, share: float = 1.0) -> dict[str, Any]:
     """Tables of one rank after the run, and of the plain model; two tables are data-parallel."""
     spec = scheduled_spec(ALONE, name, data_parallel=("users", "genres"))
-    model, optimizers = start(spec, groups)
+    model, optimizers = build_trained(spec, groups)
     optimizers.set_share(share)
     plain = PlainTraining(spec, model, share)
     train(model, optimizers, range(1, NUM_STEPS + 1))
@@ -150,7 +146,7 @@ def train_beside_plain(name: str, groups: MeshGroups, share: float = 1.0) -> dic
 
 def train_half(name: str, data_parallel: tuple[str, ...], groups: MeshGroups) -> dict[str, Any]:
     """fp16 tables after the run, and the dtypes of the moments of data-parallel ones."""
-    model, optimizers = start(scheduled_spec(ALONE, name, data_parallel, "fp16"), groups)
+    model, optimizers = build_trained(scheduled_spec(ALONE, name, data_parallel, "fp16"), groups)
     with torch.no_grad():
         for path, table in model.state_dict().items():
             if ".embedding_bags." in path:

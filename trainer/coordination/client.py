@@ -51,6 +51,8 @@ _MIN_BEAT_S = 0.05
 _BEATS_PER_TIMEOUT = 5
 LOCATE_S = 2.0
 """Longest time to ask where the coordinator is."""
+LONGEST_S = 86_400.0
+"""Longest time-out of a socket: the system takes none of a month."""
 _RETRY_S = 0.1
 _LOST_AFTER_S = 120.0
 _AGENT_S = 30.0  # longest that a rank looks for its agent
@@ -93,7 +95,7 @@ def finding_s(heartbeat_timeout_s: float) -> float:
 
 
 def _connect_timeout_s(heartbeat_timeout_s: float) -> float:
-    return max(1.0, heartbeat_timeout_s)
+    return min(max(1.0, heartbeat_timeout_s), LONGEST_S)
 
 
 class CoordinatorClient:

@@ -58,7 +58,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from trainer.coordination.client import CoordinatorClient
+from trainer.coordination.client import LONGEST_S, CoordinatorClient
 from trainer.coordination.messages import (
     Arrive,
     GroupState,
@@ -537,7 +537,7 @@ class GroupSync:
         self._overflows = OverflowWarning(warn)
         self._extra = extra
         self._client = client
-        self._timeout_s = recovery.exchange_timeout_s
+        self._timeout_s = min(recovery.exchange_timeout_s, LONGEST_S)
         self._device = model.groups.device
         self._flush_caches = model.flush_caches
         self._numbers = RowNumbers(model.table_shards(), self._device)

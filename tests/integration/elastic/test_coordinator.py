@@ -400,8 +400,9 @@ def test_a_client_with_another_token_is_told_so(tmp_path: Path, monkeypatch):
         assert not coordinator.status().groups
 
 
+@pytest.mark.parametrize(("timeout_s", "unconfirmed_ms"), [(2.0, 2000), (9e8, 86_400_000)])
 def test_a_connection_of_which_nobody_confirms_anything_ends_within_the_heartbeat_timeout(
-    tmp_path: Path, monkeypatch
+    tmp_path: Path, monkeypatch, timeout_s: float, unconfirmed_ms: int
 ):
     opened: list[socket.socket] = []
 
@@ -411,11 +412,13 @@ def test_a_connection_of_which_nobody_confirms_anything_ends_within_the_heartbea
 
     module = SimpleNamespace(**vars(socket) | {"create_connection": open_connection})
     monkeypatch.setattr("trainer.coordination.client.socket", module)
-    with with_members(tmp_path, 1, timeout_s=2.0) as (_, (member,)):
+    monkeypatch.setattr("trainer.coordination.client._LOST_AFTER_S", scaled(10))
+    with with_members(tmp_path, 1, timeout_s=timeout_s) as (_, (member,)):
         member.join("initial", "seed-0", Ledger(), "")
         (connection,) = opened
         # Else TCP waits as long as the network was away before it tries again.
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2000
+        found_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert found_ms == unconfirmed_ms
 
 
 def test_connections_that_never_prove_anything_are_closed_in_time_and_hold_nobody_up(

@@ -158,7 +158,7 @@ def pod_problem_in(pods: Sequence[Manifest], *, with_ended: bool = False) -> str
 
     `with_ended` tells of those that have ended, too, where none of them should.
     """
-    for found in (_stuck, _unscheduled, *([_ended] if with_ended else [])):
+    for found in (*([_ended] if with_ended else []), _stuck, _unscheduled):
         for pod in pods:
             message = found(pod.get("status") or {})
             if message:
@@ -185,9 +185,7 @@ def _stuck(status: Mapping[str, Any]) -> str:
     for each in _containers(status):
         waiting = (each.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in _BAD_WAITS:
-            why = _failed(each.get("lastState"))
-            after = f" (it ended before: {why})" if why else ""
-            return f"{waiting['reason']}: {waiting.get('message', 'no message')}{after}"
+            return f"{waiting['reason']}: {waiting.get('message', 'no message')}"
     return ""
 
 
@@ -196,17 +194,11 @@ def _ended(status: Mapping[str, Any]) -> str:
     if status.get("phase") == "Failed" and status.get("reason"):
         return f"{status['reason']}: {status.get('message', 'no message')}"
     for each in _containers(status):
-        why = _failed(each.get("state")) or _failed(each.get("lastState"))
-        if why and not each.get("ready"):
-            return f"container {each.get('name')} ended: {why}"
+        for state in (each.get("state") or {}, each.get("lastState") or {}):
+            end = state.get("terminated") or {}
+            if end.get("exitCode") and not each.get("ready"):
+                return f"{each.get('name')} ended: {end.get('reason')}, exit code {end['exitCode']}"
     return ""
-
-
-def _failed(state: Mapping[str, Any] | None) -> str:
-    """How a container ended, as in "OOMKilled, exit code 137"; empty where it did not fail."""
-    ended = (state or {}).get("terminated") or {}
-    code = ended.get("exitCode")
-    return f"{ended.get('reason')}, exit code {code}" if code else ""
 
 
 def _unscheduled(status: Mapping[str, Any]) -> str:

@@ -155,10 +155,11 @@ def test_pods_say_what_keeps_them() -> None:
 def test_pods_that_were_killed_as_they_started_say_why() -> None:
     killed = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
     head = _pod(containerStatuses=[{"name": "ray-head", "state": killed}])
-    assert "container ray-head ended: OOMKilled" in pod_problem_in([head], with_ended=True)
+    told = pod_problem_in([head], with_ended=True)
+    assert told == "pod pod-1: ray-head ended: OOMKilled, exit code 137"
     assert pod_problem_in([head]) == "", "a Job of Kubernetes makes another pod"
-    again = _waiting("CrashLoopBackOff") | {"lastState": killed}
-    assert "before: OOMKilled, exit code 137" in pod_problem_in([_pod(containerStatuses=[again])])
+    again = {"name": "ray-head", "lastState": killed, **_waiting("CrashLoopBackOff")}
+    assert pod_problem_in([_pod(containerStatuses=[again])], with_ended=True) == told
     well = {"name": "ray-head", "ready": True, "state": {"running": {}}, "lastState": killed}
     done = {"state": {"terminated": {"reason": "Completed", "exitCode": 0}}}
     up = _pod(initContainerStatuses=[done], containerStatuses=[well])

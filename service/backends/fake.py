@@ -99,9 +99,6 @@ class FakeBackend(Backend):
 
     # ---- the service's side
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
     def submit(self, submission: Submission) -> None:
         self._check_up()
         script = self._script_of(submission.attempt_id, submission.job_id)

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -341,13 +342,14 @@ class KubeRayBackend(Backend):
         """
         metadata, now = rayjob["metadata"], self._clock()
         since = (metadata.get("annotations") or {}).get(STOP_FAILED_AT)
-        silent_s = now - _number(since, now)
+        silent_s = now - unix_s(since or "", now)
         if silent_s >= STOP_GRACE_S:
             logger.warning("RayJob %s: no answer from its head, deleting it", metadata["name"])
             self._delete(rayjob)
             return
         if since is None or silent_s <= 0.0:
-            noted = {"metadata": {"annotations": {STOP_FAILED_AT: f"{now:.0f}"}}}
+            at = datetime.fromtimestamp(now, UTC).isoformat()
+            noted = {"metadata": {"annotations": {STOP_FAILED_AT: at}}}
             self._api.patch(RAYJOBS, metadata["name"], noted)
         raise BackendUnreachable(
             f"the head of RayJob {metadata['name']} does not answer; its cluster is deleted if it "
@@ -468,11 +470,3 @@ class IsolatedProjectsBackend(Backend):
         """Where an attempt may be."""
         known = self._known.get(attempt_id)
         return (known,) if known else self._all
-
-
-def _number(text: str | None, otherwise: float) -> float:
-    """An annotation as a number: anybody may write it, or nobody have written it."""
-    try:
-        return float(text or "")
-    except ValueError:
-        return otherwise

@@ -287,7 +287,8 @@ def rayjob_of(
     queue = resources.queue or options.queue
     metadata = _metadata(submission, options, name)
     metadata["annotations"][SECRET] = secret
-    if not _outlives_its_head(spec):
+    if not spec.get("gcsFaultToleranceOptions"):
+        # Another head would know nothing of the driver that ran on this one.
         spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] = "Never"
         metadata["annotations"][_NO_SECOND_HEAD] = "true"
     if VOLCANO_QUEUE in (labels := template.get("metadata", {}).get("labels") or {}):
@@ -389,11 +390,6 @@ def _isolate(spec: Manifest, submission: Submission, secret: str) -> None:
             below = run_dir.relative_to(mount["mountPath"])
             mount["subPath"] = str(PurePosixPath(mount.get("subPath", ""), below))
             mount["mountPath"] = str(run_dir)
-
-
-def _outlives_its_head(spec: Manifest) -> bool:
-    """Whether a head that starts again knows of the driver that ran on the one before."""
-    return bool(spec.get("gcsFaultToleranceOptions"))
 
 
 def _groups(groups: list[Manifest], size: ClusterSize, spec: JobSpec) -> list[Manifest]:

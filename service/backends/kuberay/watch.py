@@ -199,15 +199,10 @@ class RayJobWatch:
             if not is_expired and not self._closing.is_set():
                 logger.warning("cannot watch RayJobs, asking for each of them: %s", error)
             return is_expired
-        except BackendUnreachable as error:
+        except (BackendUnreachable, AttributeError, KeyError, TypeError, ValueError) as error:
+            # Or what came was no event: nothing of what is known may be relied on.
             self._lose()
-            logger.info("the watch of RayJobs broke: %s", error)
-            return False
-        except (AttributeError, KeyError, TypeError, ValueError):
-            # What came was no event: nothing of what is known may be relied on.
-            self._lose()
-            if not self._closing.is_set():
-                logger.exception("the watch of RayJobs broke")
+            logger.info("the watch of RayJobs broke: %r", error)
             return False
 
     def _lose(self) -> None:

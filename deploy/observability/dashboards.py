@@ -38,7 +38,7 @@ def overview() -> dashboard.Dashboard:
 def _numbers() -> list[AnyPanel]:
     return [
         number("Alerts", Query('count(ALERTS{alertname=~"Shardloom.*", alertstate="firing"})')),
-        number("Replicas up", Query('sum(up{job="shardloom"})'), red_below=1),
+        number("Replicas up", Query('sum(up{job="shardloom"})'), below_1="red"),
         number("Running", Query('status:shardloom_live_jobs:max{status="RUNNING"}')),
         number("Queued", Query('status:shardloom_live_jobs:max{status="QUEUED"}')),
         number("Workers", Query("sum(project:shardloom_job_workers:sum)")),
@@ -208,7 +208,7 @@ def _job_numbers() -> list[AnyPanel]:
         number("Workers", _of("shardloom_job_workers")),
         number("Attempts", _of("shardloom_job_attempts")),
         number("Failures that count", _of("shardloom_job_failures")),
-        number("Copies that differed", _of("shardloom_job_divergences"), red_from=1),
+        number("Copies that differed", _of("shardloom_job_divergences"), from_1="red"),
     ]
 
 

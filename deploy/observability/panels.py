@@ -93,10 +93,11 @@ def number(
     query: Query,
     *,
     unit: str = "short",
-    red_from: float | None = None,
-    red_below: float | None = None,
+    below_1: str = "green",
+    from_1: str = "green",
 ) -> stat.Panel:
-    """The newest value, large; red from a value on, or below one."""
+    """The newest value, large, in a color below 1 and in one from 1 on."""
+    steps = [Threshold(value=None, color=below_1), Threshold(value=1, color=from_1)]
     return (
         stat.Panel()
         .title(title)
@@ -107,18 +108,9 @@ def number(
         .color_mode(BigValueColorMode.VALUE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         .no_value("none")
-        .thresholds(_thresholds(red_from, red_below))
+        .thresholds(dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
         .with_target(_target(query, "A", is_instant=True))
     )
-
-
-def _thresholds(red_from: float | None, red_below: float | None) -> dashboard.ThresholdsConfig:
-    steps = [Threshold(value=None, color="green")]
-    if red_from is not None:
-        steps.append(Threshold(value=red_from, color="red"))
-    if red_below is not None:
-        steps = [Threshold(value=None, color="red"), Threshold(value=red_below, color="green")]
-    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 
 
 @dataclass(frozen=True)

@@ -387,19 +387,16 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; raises `ServiceError` if the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    takes_both = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        # A restarted service must not wait for old connections to time out.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        return socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both
+        )
     except OSError as error:
-        listener.close()
         raise ServiceError(
             f"cannot listen on {host}:{port} ({error.strerror or error}); is another service "
             "running? Stop it or set SHARDLOOM_PORT to a free port"
         ) from error
-    return listener
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Set
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from sqlalchemy import Connection, Engine, event
@@ -25,8 +25,6 @@ _WAIT_BUCKETS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 4 * 3600, 
 _REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _BEGAN = "shardloom_began"
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 
 class ServiceMetrics:
@@ -70,7 +68,7 @@ class ServiceMetrics:
             "Time since the reconciler last listed the live jobs.",
         )
         lag_s.set_function(lambda: clock() - self._polled_at)
-        self._late_s = histogram(
+        self.late_s = histogram(
             "shardloom_reconcile_wait_seconds",
             "Time that a job waited for a thread of the reconciler.",
             buckets=_REQUEST_BUCKETS,
@@ -157,16 +155,6 @@ class ServiceMetrics:
             self._queue_wait_s.observe(queued_s)
         if unstarted_s is not None:
             self._submit_to_running_s.observe(unstarted_s)
-
-    def timed_wait(self, work: Callable[Given, Result]) -> Callable[Given, Result]:
-        """The same work; when it begins, the time since now counts as waiting."""
-        asked_at = time.perf_counter()
-
-        def _begin(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-            self._late_s.observe(time.perf_counter() - asked_at)
-            return work(*args, **kwargs)
-
-        return _begin
 
     def backend_asked(self, has_answered: bool) -> None:
         """Note whether the backend answered a request, and count it if not."""

@@ -351,7 +351,13 @@ class Reconciler:
     def _submit_job(
         self, pool: ThreadPoolExecutor, job_id: str, seen: Mapping[str, Observation]
     ) -> None:
-        future = pool.submit(self._telemetry.timed_wait(self.reconcile), job_id, seen)
+        asked_at = time.perf_counter()
+
+        def begin() -> None:
+            self._telemetry.late_s.observe(time.perf_counter() - asked_at)
+            self.reconcile(job_id, seen)
+
+        future = pool.submit(begin)
         self._busy[job_id] = future
         future.add_done_callback(partial(self._release, job_id))
 

@@ -230,7 +230,8 @@ class NewJobPage:
     def _text_changed(self) -> None:
         self._key = str(uuid.uuid4())
         if self._pending is not None:
-            self._pending.cancel()
+            # A check under way would put its older values into the fields.
+            self._pending.cancel(with_current_invocation=True)
         self._pending = ui.timer(_CHECK_AFTER_S, self._check, once=True)
 
     def _field_changed(self, path: str) -> None:
@@ -247,7 +248,6 @@ class NewJobPage:
             self._inputs[path].error = str(error)
             return
         self._editor.set_value(text)
-        self._text_changed()
 
     async def _check(self) -> None:
         """Check the text, and show its problems, its values and its command."""
@@ -309,7 +309,7 @@ class NewJobPage:
         self._recommended = best if best and not best.is_chosen else None
         self._take.set_visibility(self._recommended is not None)
 
-    async def _take_layout(self) -> None:
+    def _take_layout(self) -> None:
         """Write the recommended layout into the text."""
         best, text = self._recommended, self._editor.value
         if best is None:
@@ -324,7 +324,6 @@ class NewJobPage:
         }.items():
             text = spec_text.with_value(text, path, value)
         self._editor.set_value(text)
-        await self._check()
 
     def _show_problems(self, problems: tuple[FieldProblem, ...]) -> None:
         """At their lines in the text, in a list below it, and at their fields of the form."""
@@ -380,7 +379,6 @@ class NewJobPage:
         self._has_code = True
         self._editor.set_value(text)
         ui.notify(f"{counted(kept['num_files'], 'file')} uploaded; model.code names them.")
-        await self._check()
 
     async def _submit_now(self, *, force: bool = False) -> None:
         checked = spec_text.check(self._editor.value)

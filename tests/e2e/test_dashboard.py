@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from service import storage
-from service.dashboard import panels
+from service.dashboard import panels, spec_text
 from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
 from service.domain.models import Job, JobStatus
@@ -44,7 +44,7 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.databases import store_job
-from tests.harness.wait import scaled
+from tests.harness.wait import scaled, wait_for
 from trainer.export.artifact import write_manifest
 from trainer.export.requests import list_exports
 from trainer.protocol.events import Event
@@ -179,6 +179,34 @@ def test_the_form_of_a_new_job_says_what_is_wrong_and_leaves_the_text_alone(page
     expect(page.get_by_text("found '<stream end>'")).to_have_count(0)
     expect(editor).to_contain_text('"workers": 6')
     expect(editor).to_contain_text('"device": "cp"')
+
+
+def test_a_field_keeps_what_was_typed_while_an_older_text_is_still_checked(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, begun = spec_text.check, threading.Event()
+    answers = {f"batch_size: {number}\n": threading.Event() for number in (77, 99)}
+
+    def slow(text: str) -> spec_text.Checked:
+        for each, answer in answers.items():
+            if each in text:
+                begun.set()
+                answer.wait(scaled(60))
+        return check(text)
+
+    monkeypatch.setattr(spec_text, "check", slow)
+    page.goto("/dashboard/new")
+    editor, size = (page.get_by_label(name, exact=True) for name in ("Spec", "data batch size"))
+    expect(editor).to_contain_text("batch_size:")
+    size.fill("77")
+    wait_for(begun.is_set, "the check of the text")
+    size.fill("99")
+    expect(editor).to_contain_text("batch_size: 99")
+    answers["batch_size: 77\n"].set()
+    page.get_by_label("name", exact=True).fill("later")
+    expect(editor).to_contain_text("name: later")
+    expect(size).to_have_value("99")
+    answers["batch_size: 99\n"].set()
 
 
 def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: Dashboard) -> None:

@@ -293,8 +293,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         A service that does not answer is asked again for `patience_s`.
         """
         path = job_path(self._id_of(job, patience_s), "events")
-        for event in self._stream(path, {"after": after}, patience_s):
-            yield self._parse_event(event, TimelineEventOut)
+        yield from self._stream(path, TimelineEventOut, {"after": after}, patience_s)
 
     # ---- traces
 

@@ -211,8 +211,7 @@ class LogCalls(Connection):
         A service that does not answer is asked again for `patience_s`.
         """
         path = job_path(self._id_of(job, patience_s), "logs")
-        for event in self._stream(path, _log_params(filters), patience_s):
-            yield self._parse_event(event, LogLine)
+        yield from self._stream(path, LogLine, _log_params(filters), patience_s)
 
     def _id_of(self, job: str, patience_s: float) -> str:
         """The id of a job that is followed: a newer one may get its name meanwhile."""

@@ -313,8 +313,10 @@ class Connection:
                 failure = error
             budget.wait(failure)
 
-    def _stream(self, path: str, params: Params, patience_s: float) -> Iterator[ServerSentEvent]:
-        """Events of an SSE stream until its `end` event, resumed after the last id when it breaks.
+    def _stream(
+        self, path: str, answer: type[Answer], params: Params, patience_s: float
+    ) -> Iterator[Answer]:
+        """What the events of an SSE stream hold, until its `end` event; resumed when it breaks.
 
         Only failures in a row count: a stream that brought anything, be it a keep-alive, clears
         them.
@@ -326,7 +328,7 @@ class Connection:
                     if event.event == "end":
                         return
                     last_id = event.id or last_id
-                    yield event
+                    yield self._validate(event.data, answer, self.base_url)
                 failure: ShardloomError = ServiceUnreachable(self.base_url, "the stream broke off")
             except ShardloomError as error:
                 if not is_transient(error):
@@ -357,9 +359,6 @@ class Connection:
         """Write what a GET answers to a file, which is replaced once all is there; OSError."""
         self._send("GET", path, repeatable=True, params=params, target=target)
         return target
-
-    def _parse_event(self, event: ServerSentEvent, answer: type[Answer]) -> Answer:
-        return self._validate(event.data, answer, self.base_url)
 
     def _budget(self, patience_s: float, deadline: float = math.inf) -> RetryBudget:
         return RetryBudget(self._retry, patience_s, self._sleep, self._clock, deadline)

@@ -331,7 +331,7 @@ def fill(
     steps = next((points[line.metric] for line in chart.lines if points.get(line.metric)), ())
     shown = marks if view.has_events else ()
     options["series"][0]["markLine"] = _mark_lines(
-        shown, steps, best if _is_quality(chart) else None
+        shown, steps, best if chart.key == "quality" else None
     )
     options["series"][0]["markArea"] = _nan_areas(steps)
 
@@ -403,10 +403,6 @@ def _with_gaps(data: list[list[Any]], gaps: set[int]) -> tuple[list[Any], ...]:
             found.append([each[0], None])
         found.append(each)
     return tuple(found)
-
-
-def _is_quality(chart: ChartSpec) -> bool:
-    return chart.key == "quality"
 
 
 def _mark_lines(

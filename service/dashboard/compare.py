@@ -258,8 +258,8 @@ class _CompareChart(ChartBox):
             charts.Line(metric, each.job.name, _COLOURS[number % len(_COLOURS)])
             for number, each in enumerate(compared)
         )
-        self._spec = charts.ChartSpec(metric, metric, lines)
-        super().__init__(metric, charts.chart_options(self._spec), {})
+        options = charts.chart_options(charts.ChartSpec(metric, metric, lines))
+        super().__init__(metric, options, {})
         for faint in self.chart.options["series"][1::2]:
             # Of many jobs the ranges would cover the curves.
             faint["lineStyle"]["opacity"] = 0.12

@@ -216,17 +216,19 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
 def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
     """The tables that the network holds are those of the spec, which sharding is planned for."""
     held = Counter(
-        (config.name, config.num_embeddings, config.embedding_dim)
+        (config.name, config.num_embeddings, config.embedding_dim, config.data_type.name.lower())
         for each in network.modules()
         for config in configs_of(each)
     )
-    wanted = Counter((t.name, t.num_embeddings, t.embedding_dim) for t in spec.embedding_tables)
+    wanted = Counter(
+        (t.name, t.num_embeddings, t.embedding_dim, t.data_type) for t in spec.embedding_tables
+    )
     if held != wanted:
         missing, unknown = sorted(wanted - held, key=str), sorted(held - wanted, key=str)
         raise UserCodeError(
             f"model.module '{module}': the tables of the network must be embedding_tables of the "
-            f"spec, each once (name, rows, dimension); missing: {missing or 'none'}, unknown: "
-            f"{unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds them all"
+            f"spec, each once (name, rows, dimension, data type); missing: {missing or 'none'}, "
+            f"unknown: {unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds them all"
         )
     dynamic = {
         table

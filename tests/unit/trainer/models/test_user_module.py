@@ -64,9 +64,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def spec_of(
-    module: str, features: list[dict[str, Any]] = POOLED[:2], code: bool = False
+    module: str,
+    features: list[dict[str, Any]] = POOLED[:2],
+    code: bool = False,
+    data_type: str = "fp32",
 ) -> JobSpec:
-    spec = make_spec(features)
+    spec = make_spec(features, data_type=data_type)
     model = spec.model.model_copy(
         update={"module": module, "code": "ab" * 32 if code else None, "tasks": (TASK,)}
     )
@@ -288,10 +291,14 @@ def with_dynamic_ids(spec: JobSpec) -> JobSpec:
 def test_tables_that_differ_from_the_spec_are_named(write: Write) -> None:
     write("own_f.py", BAGS)
     build_model(spec_of("own_f:Net"), CPU)
-    with pytest.raises(UserCodeError, match=r"missing: none, unknown: \[\('tags', 11, 4\), "):
+    with pytest.raises(
+        UserCodeError, match=r"missing: none, unknown: \[\('tags', 11, 4, 'fp32'\), "
+    ):
         build_model(spec_of("own_f:Twice"), CPU)
-    with pytest.raises(UserCodeError, match=r"missing: \[\('tags', 11, 4\), \('users', 11, 4\)\]"):
-        build_model(spec_of("own_f:Without"), CPU)
+    missing = r"missing: \[\('tags', 11, 4, 'fp16'\), \('users', 11, 4, 'fp16'\)\], unknown: "
+    for module, unknown in (("Without", "none"), ("Net", r"\[\('tags', 11, 4, 'fp32'\)")):
+        with pytest.raises(UserCodeError, match=missing + unknown):
+            build_model(spec_of(f"own_f:{module}", data_type="fp16"), CPU)
 
 
 def test_a_dynamic_table_in_a_plain_collection_is_refused(write: Write) -> None:

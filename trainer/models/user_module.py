@@ -228,7 +228,8 @@ def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
         raise UserCodeError(
             f"model.module '{module}': the tables of the network must be embedding_tables of the "
             f"spec, each once (name, rows, dimension, data type); missing: {missing or 'none'}, "
-            f"unknown: {unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds them all"
+            f"unknown: {unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds "
+            "them all"
         )
     dynamic = {
         table

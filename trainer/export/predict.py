@@ -327,6 +327,10 @@ class Predictor:
         whose columns have other types `ColumnError`.
         """
         if raw:
+            ids = [c.name for c in self.layout.sparse if c.encoder is None]
+            if others := raw.keys() - ids:
+                problem = f"is no input of ids; those are {', '.join(dict.fromkeys(ids))}"
+                raise BadRow(0, min(others), problem)
             found = rows.to_pylist() if isinstance(rows, pa.Table) else rows
             rows = with_ids(found, raw, self._vocabularies)
         return self.score(self.decode(rows))

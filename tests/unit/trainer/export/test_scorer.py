@@ -49,6 +49,8 @@ def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(http: TestClien
         ({"user": 3}, {"user": "user"}, "not a string"),
         ({"seen": ["ann", 3]}, {"seen": "user"}, "several kinds"),
         ({"user": "ann"}, {"user": "../../user"}, "no vocabulary"),
+        ({"user": 3}, {"usr": "user"}, "is no input of ids; those are user, tags, seen"),
+        ({"colour": "red"}, {"colour": "user"}, "is no input of ids"),
     ],
 )
 def test_raw_values_that_no_vocabulary_fits_are_refused(

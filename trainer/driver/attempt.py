@@ -54,19 +54,12 @@ class AttemptFailed(Exception):
         self.failure = failure
 
 
-def fetch_secrets(
-    http: httpx.Client,
-    url: str,
-    claim: str,
-    patience_s: float = PATIENCE_S,
-    wait: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> SecretEnv:
+def fetch_secrets(http: httpx.Client, url: str, claim: str, **patience: Any) -> SecretEnv:
     """Claim secrets at a URL of the service, which gives them to one claim; raises `AttemptFailed`.
 
     The claim is the same in every try: an answer may be lost.
     """
-    answer = _ask_until(http, url, {"claim": claim}, "secrets", patience_s, wait, clock)
+    answer = _ask_until(http, url, {"claim": claim}, "secrets", **patience)
     return SecretEnv(dict(answer["secrets"]))
 
 

@@ -97,16 +97,16 @@ class RayCoordinator:
         return status
 
     def expect(self, groups: Collection[int]) -> None:
-        self._call("expect", list(groups))
+        self._call("request", "expect", list(groups))
 
     def retire(self, group: int, cause: str) -> None:
-        self._call("retire", group, cause)
+        self._call("request", "retire", group, cause)
 
     def promote(self, group: int) -> None:
-        self._call("promote", group)
+        self._call("request", "promote", group)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
-        self._call("drop", group, incarnation, reason)
+        self._call("request", "drop", group, incarnation, reason)
 
     def _call(self, method: str, *args: Any) -> Any:
         """A reference to what the coordinator will answer."""

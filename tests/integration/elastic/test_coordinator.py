@@ -378,7 +378,7 @@ def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_c
     member = CoordinatorClient(identity(0), actor.get_address, _NEVER_S, TOKEN)
     try:
         member.join("initial", "seed-0", Ledger(), "")
-        for step in (("status",), ("expect", []), ("retire", 0, "drain"), ("drop", 0, 0, "hang")):
+        for step in (("status",), ("request", "expect", []), ("request", "drop", 0, 0, "hang")):
             with pytest.raises(PermissionError, match="of another attempt"):
                 actor.call(bytes(32), *step)
         found = driver.status()
@@ -717,7 +717,7 @@ def test_a_rank_of_a_group_that_is_given_up_logs_its_stacks_as_it_ends(tmp_path:
     rank = FORK_SERVER.Process(target=hang_in_training, args=args, daemon=True)
     rank.start()
     wait_until(lambda: log.exists() and "has joined" in log.read_text(), "it joins", 60)
-    coordinator.drop(0, 0, "hang")
+    coordinator.request("drop", 0, 0, "hang")
     assert exit_codes([rank]) == [70]
     assert "in join_and_hang" in log.read_text()
     coordinator.stop()

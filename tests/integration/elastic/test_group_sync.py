@@ -436,7 +436,7 @@ def _drop_the_hung(coordinator: Coordinator, is_over: threading.Event) -> None:
     while coordinator.status().ledger.commit < 4 and not is_over.is_set():
         time.sleep(0.02)
     time.sleep(0.7)
-    coordinator.drop(1, 0, "hang")
+    coordinator.request("drop", 1, 0, "hang")
 
 
 def test_the_others_go_on_when_a_group_dies_or_hangs_in_the_middle_of_an_exchange(

@@ -16,12 +16,12 @@ import queue
 import resource
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -254,21 +254,10 @@ class Coordinator:
     def status(self) -> CoordinatorStatus:
         return self._call(self._membership.status)
 
-    def expect(self, groups: Collection[int]) -> None:
-        self._request(self._membership.expect, groups)
-
-    def retire(self, group: int, cause: str) -> None:
-        self._request(self._membership.retire, group, cause)
-
-    def promote(self, group: int) -> None:
-        self._request(self._membership.promote, group)
-
-    def drop(self, group: int, incarnation: int, reason: str) -> None:
-        self._request(self._membership.drop, group, incarnation, reason)
-
-    def _request(self, step: Callable[..., Iterable[Effect]], *args: Any) -> None:
-        """Take a step that the driver asks for."""
-        self._call(lambda: self._take(lambda: step(*args, self._now())))
+    def request(self, step: Literal["expect", "retire", "promote", "drop"], *args: Any) -> None:
+        """Take a step that the driver asks for, of this name in `Membership`."""
+        take = getattr(self._membership, step)
+        self._call(lambda: self._take(lambda: take(*args, self._now())))
 
     @property
     def is_over(self) -> bool:

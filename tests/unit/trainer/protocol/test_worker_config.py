@@ -44,7 +44,8 @@ class Service:
     def fetch(self) -> SecretEnv:
         clock = FakeClock()
         with httpx.Client(transport=httpx.MockTransport(self.answer)) as http:
-            return fetch_secrets(http, URL, "c" * 43, 10.0, clock.sleep, clock)
+            patience = {"patience_s": 10.0, "wait": clock.sleep, "clock": clock}
+            return fetch_secrets(http, URL, "c" * 43, **patience)
 
 
 def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+import re
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from tests.harness.builders import spec_document
-from trainer.layout.workload import GroupTopology
+from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.parallel import planner
 from trainer.parallel.group_planner import group_plan
 from trainer.parallel.mesh import ranks_per_host, replicas_per_level
-from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import (
     Bandwidths,
     PlanError,
-    make_plan,
     median_bandwidths,
     narrowed,
     obstacle,
@@ -35,7 +31,6 @@ from trainer.parallel.planner import (
     table_plans,
     uses_node_groups,
 )
-from trainer.parallel.sharding import sharders
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -135,64 +130,58 @@ CACHED_ROWS = {"small": 800_000, "large": 80_000_000, "huge": 800_000_000}
 GB = 10**9
 
 
-def _gpu_spec(**planner_spec: Any) -> JobSpec:
-    tables = [{"name": n, "num_embeddings": k, "embedding_dim": 8} for n, k in CACHED_ROWS.items()]
-    features = [{"name": f"seen_{n}", "type": "id_list", "table": n} for n in CACHED_ROWS]
-    settings = {"bandwidths": "default", "storage_reservation": 0.1} | planner_spec
+def _spec_of_tables(tables: dict[str, dict[str, Any]], workers: int, **parallelism: Any) -> JobSpec:
+    """A job with these tables of 8 columns, each looked up by a list."""
     document = spec_document() | {
-        "features": [{"name": "age", "type": "dense"}, *features],
-        "embedding_tables": tables,
-        "parallelism": {"workers": 2, "shard_group_size": 2, "planner": settings},
+        "features": [
+            {"name": "age", "type": "dense"},
+            *({"name": f"seen_{name}", "type": "id_list", "table": name} for name in tables),
+        ],
+        "embedding_tables": [
+            {"name": name, "embedding_dim": 8} | table for name, table in tables.items()
+        ],
+        "parallelism": {"workers": workers, "shard_group_size": workers} | parallelism,
     }
     return validate_spec(document)
 
 
-def _plan_on(device: str, spec: JobSpec, gpu_bytes: int, host_bytes: int = 64 * GB) -> ShardingPlan:
-    """The plan of two workers that have so much memory each; nothing is measured or exchanged."""
-    configs = [
-        EmbeddingBagConfig(
-            name=table.name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            feature_names=[f"seen_{table.name}"],
-        )
-        for table in spec.embedding_tables
-    ]
-    bags = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    groups: Any = SimpleNamespace(
-        rank=0,
-        device=torch.device(device),
-        ranks_per_host=2,
-        layout=SimpleNamespace(shard_group_size=2, world_size=2),
-        global_group=None,
+def _gpu_spec(**planner_spec: Any) -> JobSpec:
+    tables = {name: {"num_embeddings": rows} for name, rows in CACHED_ROWS.items()}
+    return _spec_of_tables(tables, 2, planner={"storage_reservation": 0.1} | planner_spec)
+
+
+def _plan_on(device: str, spec: JobSpec, memory_bytes: int, host_bytes: int = 64 * GB) -> GroupPlan:
+    """The plan of one host's workers that have so much memory each."""
+    size = spec.parallelism.group_size
+    topology = GroupTopology(
+        shard_group_size=size,
+        ranks_per_host=size,
+        device=device,
+        memory_bytes=memory_bytes,
+        host_memory_bytes=host_bytes,
+        memory_bytes_per_s=9e11,
+        intra_host_bytes_per_s=6e11,
+        inter_host_bytes_per_s=1e10,
     )
-    fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
-    with (
-        patch.object(planner, "least_memory_bytes", return_value=(gpu_bytes, host_bytes)),
-        patch.object(planner.dist, "broadcast_object_list"),
-    ):
-        return make_plan(torch.nn.Sequential(bags), spec, groups, sharders(spec, fused_params))
+    return group_plan(spec, topology)
 
 
-def _kernels(plan: ShardingPlan) -> dict[str, tuple[str, float | None]]:
-    """How each table is computed, and the share of its rows that is cached, if any."""
-    return {
-        table: (
-            parameter.compute_kernel,
-            parameter.cache_params.load_factor
-            if parameter.compute_kernel == "fused_uvm_caching"
-            else None,
-        )
-        for module in plan.plan.values()
-        for table, parameter in module.items()
-    }
+def _kernels(plan: GroupPlan) -> dict[str, tuple[str, float]]:
+    """How each table is computed, and the share of its rows in GPU memory."""
+    assert not plan.obstacle
+    return {table.name: (table.compute_kernel, table.load_factor) for table in plan.tables}
+
+
+def _types(plan: GroupPlan) -> dict[str, str]:
+    assert not plan.obstacle
+    return {table.name: table.sharding_type for table in plan.tables}
 
 
 def test_tables_that_do_not_fit_a_gpu_are_in_host_memory_with_what_is_left_for_their_cache() -> (
     None
 ):
     auto = _gpu_spec(compute_kernel="auto")
-    flat = ("fused", None)
+    flat = ("fused", 1.0)
     assert _kernels(_plan_on("cuda", auto, 20 * GB)) == dict.fromkeys(CACHED_ROWS, flat)
     shares = []
     for gpu_bytes in (6 * GB, 8 * GB, 10 * GB):
@@ -203,20 +192,18 @@ def test_tables_that_do_not_fit_a_gpu_are_in_host_memory_with_what_is_left_for_t
     assert 0.01 < shares[0] < shares[1] < shares[2] < 1, "a cache takes what there is"
     fixed = _gpu_spec(compute_kernel="auto", cache_load_factor=0.1)
     assert _kernels(_plan_on("cuda", fixed, 10 * GB))["huge"] == ("fused_uvm_caching", 0.1)
-    with pytest.raises(PlanError, match=r"ddr=5\d{10}"):
-        _plan_on("cuda", auto, 10 * GB, host_bytes=16 * GB)
+    obstacle = _plan_on("cuda", auto, 10 * GB, host_bytes=16 * GB).obstacle
+    assert re.search(r"ddr=5\d{10}", obstacle or "")
 
 
 def test_tables_are_cached_where_that_is_asked_for_and_there_are_gpus() -> None:
     cached = _gpu_spec(compute_kernel="fused_uvm_caching")
     found = _kernels(_plan_on("cuda", cached, 20 * GB))
     assert found == dict.fromkeys(CACHED_ROWS, ("fused_uvm_caching", 0.2))
-    with pytest.raises(PlanError, match="CUDA only"):
-        _plan_on("cpu", cached, 64 * GB)
+    assert "CUDA only" in (_plan_on("cpu", cached, 64 * GB).obstacle or "")
     auto = _gpu_spec(compute_kernel="auto")
-    assert _kernels(_plan_on("cpu", auto, 64 * GB)) == dict.fromkeys(CACHED_ROWS, ("fused", None))
-    with pytest.raises(PlanError, match=r"planner\.compute_kernel auto"):
-        _plan_on("cuda", _gpu_spec(), 10 * GB)
+    assert _kernels(_plan_on("cpu", auto, 64 * GB)) == dict.fromkeys(CACHED_ROWS, ("fused", 1.0))
+    assert "planner.compute_kernel auto" in (_plan_on("cuda", _gpu_spec(), 10 * GB).obstacle or "")
 
 
 @pytest.mark.parametrize(
@@ -243,13 +230,9 @@ def test_a_plan_holds_what_a_rank_holds_of_a_table(sharding_type: str, row_bytes
         "resources": {"device": "cpu"},
     }
     spec, held = validate_spec(document), row_bytes * table["num_embeddings"]
-    known = {"memory_bytes_per_s": 8e9, "intra_host_bytes_per_s": 1e9}
-    known |= {"inter_host_bytes_per_s": 1e9, "ranks_per_host": 4, "device": "cpu"}
     usable = 1 - spec.parallelism.planner.storage_reservation
     for share, fits in ((1.05, True), (0.95, False)):
-        memory_bytes = int(held * share / usable)
-        topology = GroupTopology(shard_group_size=4, memory_bytes=memory_bytes, **known)
-        found = group_plan(spec, topology)
+        found = _plan_on("cpu", spec, int(held * share / usable))
         assert (not found.obstacle) == fits, found.obstacle
         for rank in found.ranks:
             assert rank.tables_bytes + rank.optimizer_bytes == pytest.approx(held)
@@ -295,23 +278,11 @@ def test_a_sync_goes_by_hosts_where_they_hold_equal_powers_of_two_of_its_copies(
 def test_where_the_search_would_take_minutes_each_table_has_one_way() -> None:
     rows = {"small": 1_000, "wide": 40_000_000, "hot": 2_000, "whole": 3_000}
     heavy = {"hot": {"pooling_factor": 500.0}, "whole": {"sharding_types": ["table_wise"]}}
-    document = spec_document() | {
-        "features": [
-            {"name": "age", "type": "dense"},
-            *({"name": f"seen_{name}", "type": "id_list", "table": name} for name in rows),
-        ],
-        "embedding_tables": [
-            {
-                "name": name,
-                "num_embeddings": number,
-                "embedding_dim": 8,
-                "constraints": heavy.get(name, {}),
-            }
-            for name, number in rows.items()
-        ],
-        "parallelism": {"workers": 4, "shard_group_size": 4},
+    tables = {
+        name: {"num_embeddings": number, "constraints": heavy.get(name, {})}
+        for name, number in rows.items()
     }
-    spec = validate_spec(document)
+    spec = _spec_of_tables(tables, 4)
     constraints = table_constraints(spec, ranks_per_host=4)
 
     def types(usable_bytes: int, most_load: float = 1.0) -> dict[str, list[str] | None]:
@@ -328,11 +299,10 @@ def test_where_the_search_would_take_minutes_each_table_has_one_way() -> None:
 
 def test_many_tables_are_planned_by_their_one_way() -> None:
     with patch.object(planner, "_MAX_SEARCH", 0):
-        (found,) = _plan_on("cuda", _gpu_spec(), 64 * GB).plan.values()
-        types = {name: each.sharding_type for name, each in found.items()}
+        types = _types(_plan_on("cuda", _gpu_spec(), 64 * GB))
         assert types == {"small": "table_wise", "large": "table_wise", "huge": "row_wise"}
-        with pytest.raises(PlanError, match="no sharding plan fits"):
-            _plan_on("cuda", _gpu_spec(), GB)
+        obstacle = _plan_on("cuda", _gpu_spec(), GB).obstacle
+        assert "no sharding plan fits" in (obstacle or "")
 
 
 def test_of_many_tables_a_small_one_is_planned_as_it_can_be() -> None:
@@ -343,28 +313,7 @@ def test_of_many_tables_a_small_one_is_planned_as_it_can_be() -> None:
         ("cuda", everywhere, cached),
     ):
         large = {"num_embeddings": 10_000, "constraints": {"pooling_factor": 100.0}}
-        sizes = {"small": small | {"num_embeddings": 100}, "large": large}
-        document = spec_document() | {
-            "features": [
-                {"name": "age", "type": "dense"},
-                *({"name": f"seen_{name}", "type": "id_list", "table": name} for name in sizes),
-            ],
-            "embedding_tables": [
-                {"name": name, "embedding_dim": 8} | size for name, size in sizes.items()
-            ],
-            "parallelism": {"workers": 4, "shard_group_size": 4} | parallelism,
-        }
-        topology = GroupTopology(
-            shard_group_size=4,
-            ranks_per_host=4,
-            device=device,
-            memory_bytes=64 * GB,
-            host_memory_bytes=64 * GB,
-            memory_bytes_per_s=8e9,
-            intra_host_bytes_per_s=1e9,
-            inter_host_bytes_per_s=1e9,
-        )
+        tables = {"small": small | {"num_embeddings": 100}, "large": large}
+        spec = _spec_of_tables(tables, 4, **parallelism)
         with patch.object(planner, "_MAX_SEARCH", 0):
-            found = group_plan(validate_spec(document), topology)
-        assert not found.obstacle
-        assert {each.name: each.sharding_type for each in found.tables}["small"] == "row_wise"
+            assert _types(_plan_on(device, spec, 64 * GB))["small"] == "row_wise"

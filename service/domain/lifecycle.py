@@ -316,15 +316,17 @@ def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> 
     """Let the driver save and end; stop one that has nothing to save, or takes too long."""
     if observation.state is ObservedState.UNREACHABLE:
         return Decision(_with_contact(job, observation), attempt)
-    stop_at = QueueState.of(job).stop_at
-    is_late = stop_at is not None and now >= stop_at
-    has_begun = observation.state is ObservedState.RUNNING
-    pausing = replace(job, message="pausing: the workers save a checkpoint and leave")
-    if has_begun and not is_late:
-        return Decision(pausing, attempt, Action.PAUSE)
-    # Stored before it is sent, so that the end is known to be the service's own doing.
-    note = replace(QueueState.of(job), stop_sent=True)
-    return Decision(replace(pausing, queue_note=note.document), attempt, Action.STOP)
+    note, has_begun = QueueState.of(job), observation.state is ObservedState.RUNNING
+    if has_begun and note.stop_at is None and note.grace_s is not None:
+        # From now on: nobody was asked while the cluster did not answer.
+        note = replace(note, stop_at=now + note.grace_s)
+    may_save = has_begun and (note.stop_at is None or now < note.stop_at)
+    if not may_save:
+        # Stored before it is sent, so that the end is known to be the service's own doing.
+        note = replace(note, stop_sent=True)
+    message = "pausing: the workers save a checkpoint and leave"
+    pausing = replace(job, message=message, queue_note=note.document)
+    return Decision(pausing, attempt, Action.PAUSE if may_save else Action.STOP)
 
 
 def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float) -> Decision:
@@ -396,8 +398,7 @@ def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> 
     if job.status is JobStatus.QUEUED:
         paused = replace(job, status=JobStatus.PAUSED, retry_at=None, queue_note=None, message="")
         return Decision(paused, None, timeline=(asked,))
-    stop_at = note.stop_at if job.pause_requested else now + grace_s
-    pausing = replace(note, preempted_by=None, stop_at=stop_at)
+    pausing = replace(note, preempted_by=None, grace_s=grace_s)
     job = replace(job, pause_requested=True, queue_note=pausing.document)
     return Decision(job, None, timeline=(asked,))
 
@@ -407,7 +408,7 @@ def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
     if job.status.is_terminal or job.status.is_at_rest or job.pause_requested:
         return Decision(job, None)
     name = by.named_for(job)
-    note = replace(QueueState.of(job), preempted_by=name, stop_at=now + grace_s)
+    note = replace(QueueState.of(job), preempted_by=name, grace_s=grace_s)
     message = f"makes way for {name} of priority {by.priority}"
     facts = {"preempted_by": name, "priority": by.priority, "grace_s": grace_s}
     told = timeline_event(job, None, now, "preemption_requested", message, facts)

@@ -241,9 +241,9 @@ class QueueState:
     `since` is when it was last queued again, or started (Unix seconds). While it waits: its
     `position` (from 1), `reason` and `expected_start_at`, which are not stored. Once it started:
     the `workers` that it was counted with, and the most that its project's quota allows
-    (`max_workers`). While it pauses: `stop_at`, when it is stopped whether it saved or not,
-    `stop_sent` once it was, and the job that preempts it, if any (`preempted_by`, as `named_for`
-    says).
+    (`max_workers`). While it pauses: for how long its workers may save (`grace_s`), `stop_at`, when
+    it is stopped whether it saved or not, once they were asked, `stop_sent` once it was, and the
+    job that preempts it, if any (`preempted_by`, as `named_for` says).
     """
 
     position: int | None = None
@@ -251,6 +251,7 @@ class QueueState:
     expected_start_at: float | None = None
     workers: int | None = None
     max_workers: int | None = None
+    grace_s: float | None = None
     stop_at: float | None = None
     stop_sent: bool | None = None
     preempted_by: str | None = None

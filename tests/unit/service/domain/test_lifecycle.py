@@ -166,9 +166,12 @@ def test_a_running_job_is_asked_to_save_and_rests_when_its_driver_has_ended() ->
 def test_a_driver_that_does_not_save_in_time_is_stopped_and_the_job_pauses_all_the_same() -> None:
     job, attempt = live_job()
     pausing = request_pause(job, NOW, 120).job
-    assert decide(pausing, attempt, RUNNING, NOW + 120).action is Action.STOP
-    assert decide(pausing, attempt, UNREACHABLE, NOW + 1e6).action is Action.NONE
-    ended = decide(pausing, reported(attempt, EndReason.CANCELLED), STOPPED, NOW + 125)
+    assert decide(pausing, attempt, UNREACHABLE, NOW + 900).action is Action.NONE
+    asked = decide(pausing, attempt, RUNNING, NOW + 1000)
+    assert asked.action is Action.PAUSE, "nobody could be asked before"
+    assert decide(asked.job, attempt, RUNNING, NOW + 1119).action is Action.PAUSE
+    assert decide(asked.job, attempt, RUNNING, NOW + 1120).action is Action.STOP
+    ended = decide(asked.job, reported(attempt, EndReason.CANCELLED), STOPPED, NOW + 1125)
     assert ended.job.status is JobStatus.PAUSED
     assert ended.attempt.end_reason is EndReason.PAUSED
 

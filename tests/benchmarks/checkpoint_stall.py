@@ -71,13 +71,11 @@ def rows_of(pairs: Sequence[ranks.Pair]) -> list[dict[str, Any]]:
         {
             "save": "asynchronous",
             "stall_s": round(median(pair.stall_s for pair in pairs), 4),
-            "until_durable_s": round(median(pair.write_s for pair in pairs), 4),
             "step_time_over_none": round(beside_s / without_s, 4),
         },
         {
             "save": "blocking",
             "stall_s": round(blocking_s, 4),
-            "until_durable_s": round(blocking_s, 4),
             "step_time_over_none": round(1 + blocking_s / without_s, 4),
         },
     ]

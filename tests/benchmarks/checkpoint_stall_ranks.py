@@ -24,14 +24,13 @@ WARM_UP_STEPS = 5
 class Pair:
     """Seconds of a block of steps with a save beside it, and without; and what saves cost.
 
-    `stall_s` is how long training stood still for the save beside it, `write_s` how long that took
-    in all, and `blocking_s` how long a save takes for which training waits.
+    `stall_s` is how long training stood still for the save beside it, and `blocking_s` how long a
+    save takes for which training waits.
     """
 
     with_save_s: float
     without_s: float
     stall_s: float
-    write_s: float
     blocking_s: float
 
 
@@ -77,12 +76,10 @@ class SavingRun:
             started_s=started_s,
         )
 
-    def costs(self) -> tuple[float, float]:
-        """(stall, write) seconds of the newest save; zeros on ranks that do not speak."""
+    def stall_s(self) -> float:
+        """Of the newest save; zero on ranks that do not speak."""
         found = [event.values for event in self._said if isinstance(event, Metrics)]
-        if not found:
-            return 0.0, 0.0
-        return found[-1]["checkpoint/stall_s"], found[-1]["checkpoint/write_s"]
+        return found[-1]["checkpoint/stall_s"] if found else 0.0
 
     def close(self) -> None:
         self._checkpoints.close()
@@ -101,8 +98,8 @@ def measure(
         for saves in (True, False) if pair % 2 == 0 else (False, True):
             seconds[saves] = run.block(num_steps, saves=saves)
             if saves:
-                stall_s, write_s = run.costs()
+                stall_s = run.stall_s()
         blocking_s, _ = slowest_s(lambda: run.save(is_last=True))
-        pairs.append(Pair(seconds[True], seconds[False], stall_s, write_s, blocking_s))
+        pairs.append(Pair(seconds[True], seconds[False], stall_s, blocking_s))
     run.close()
     return pairs

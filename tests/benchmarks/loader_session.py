@@ -74,7 +74,6 @@ def measure(folder: Path, run_dir: Path) -> dict[str, float]:
     return {
         "step_s": sum(1 / report["speed/steps_per_s"] for report in reports) / len(reports),
         "wait_s": sum(report["data/wait_s"] for report in reports) / len(reports),
-        "num_reports": len(reports),
     }
 
 

@@ -102,7 +102,6 @@ def measure_ours(document: Mapping[str, Any]) -> Values:
             "torchft_pause_s": pause,
             "pause_mid_exchange_s": mid_exchange_s,
             "pause_mid_step_s": mid_step_s,
-            "pause_as_told_s": max(each.pause_s for each in recoveries),
             "syncs_lost": float(max(each.syncs_lost for each in recoveries)),
             "storage_bytes_read": float(_checkpoint_bytes(job)),
             "missed_s": _missed_s(document, num_spares=1),

@@ -12,7 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,12 +114,19 @@ def path_of(kind: str, name: str, *parts: str) -> str:
     names = (name, *parts)
     if not {"", ".", ".."}.isdisjoint(names):
         # A URL has no such names: the request would be about what is above.
-        detail = f"{'/'.join(names)!r} names nothing in {kind}: an id or a name is not '', . or .."
-        raise InvalidRequest(Problem(title="No name", status=422, detail=detail, code="no_name"))
+        raise _refusal(
+            f"{'/'.join(names)!r} names nothing in {kind}: an id or a name is not '', . or .."
+        )
     return f"/v1/{kind}/{'/'.join(quote(each, safe='', errors='replace') for each in names)}"
 
 
 job_path = partial(path_of, "jobs")
+
+
+def _refusal(detail: str) -> InvalidRequest:
+    """The error of a request that is not sent."""
+    problem = Problem(title="Not sent", status=422, detail=detail, code="not_sent")
+    return InvalidRequest(problem)
 
 
 def items_of_pages(read: Callable[[str | None], Page[Item]]) -> Iterator[Item]:
@@ -297,11 +304,7 @@ class Connection:
                 left_s = max(deadline - self._clock(), _LAST_LOOK_S)
                 content["timeout"] = min(left_s, self._timeout_s)
             try:
-                with (
-                    self._reaching(),
-                    self._http.stream(method, path, params=_given(params), **content) as response,
-                ):
-                    self._checked(response)
+                with self._answer(method, path, params, **content) as response:
                     if target is None:
                         response.read()
                     else:
@@ -341,13 +344,8 @@ class Connection:
     ) -> Iterator[ServerSentEvent]:
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last_id} if last_id else {})
         timeout = httpx.Timeout(REQUEST_TIMEOUT_S, read=STREAM_SILENCE_S)
-        with (
-            self._reaching(),
-            self._http.stream(
-                "GET", path, params=_given(params), headers=headers, timeout=timeout
-            ) as response,
-        ):
-            events = EventSource(self._checked(response)).iter_sse()
+        with self._answer("GET", path, params, headers=headers, timeout=timeout) as response:
+            events = EventSource(response).iter_sse()
             try:
                 # Keep-alives have no data.
                 yield from (event for event in events if event.data)
@@ -364,21 +362,29 @@ class Connection:
         return RetryBudget(self._retry, patience_s, self._sleep, self._clock, deadline)
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Raise `ServiceUnreachable` for the errors of a connection."""
+    def _answer(
+        self, method: str, path: str, params: Params | None, **content: Any
+    ) -> Iterator[httpx.Response]:
+        """An answer that is a success, yet to be read; raises the error that another stands for,
+        `ServiceUnreachable` for those of a connection, and `InvalidRequest`.
+        """
+        given = {key: value for key, value in (params or {}).items() if value is not None}
         try:
-            yield
+            request = self._http.build_request(method, path, params=given, **content)
+        except (TypeError, ValueError) as error:
+            raise _refusal(
+                f"the request cannot be written ({error}); leave out binary values, sets, .nan, "
+                ".inf and texts that are no UTF-8"
+            ) from None
+        try:
+            with closing(self._http.send(request, stream=True)) as response:
+                if not response.is_success:
+                    response.read()
+                    raise error_of_response(response)
+                yield response
         except httpx.RequestError as error:
             cause = str(error) or type(error).__name__
             raise ServiceUnreachable(self.base_url, cause) from error
-
-    @staticmethod
-    def _checked(response: httpx.Response) -> httpx.Response:
-        """The response if it is a success; raises the error that it stands for."""
-        if response.is_success:
-            return response
-        response.read()
-        raise error_of_response(response)
 
     @staticmethod
     def _validate(text: str | bytes, answer: type[Answer], url: str) -> Answer:
@@ -389,10 +395,6 @@ class Connection:
             fault = error.errors()[0]
             where = ".".join(str(part) for part in fault["loc"]) or "body"
             raise UnexpectedAnswer(url, f"{where}: {fault['msg']}") from None
-
-
-def _given(params: Params | None) -> Params:
-    return {key: value for key, value in (params or {}).items() if value is not None}
 
 
 def _save(response: httpx.Response, target: Path) -> None:

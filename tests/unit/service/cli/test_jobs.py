@@ -164,6 +164,16 @@ def test_a_clone_takes_relative_paths_and_force_as_a_submit_does(service, tmp_pa
         assert service.requests[-1].url.params["force"] == "true"
 
 
+@pytest.mark.parametrize("value", ["!!binary aGk=", ".nan", "!!set {a}"])
+def test_a_value_that_no_request_can_hold_is_refused(service, spec_file, value):
+    for command in (("submit", spec_file), ("clone", "ratings")):
+        result = shardloom(*command, "--set", f"name={value}")
+        assert (result.exit_code, "leave out" in result.stderr) == (2, True), result.output
+    for command in (("logs", "ratings", "--grep"), ("logs", "ratings", "-f", "--grep")):
+        assert shardloom(*command, "\udcff").exit_code == 2
+    assert service.submitted == []
+
+
 def test_submit_wait_mirrors_the_job_in_its_exit_code(service, spec_file):
     for status, code in (("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 130)):
         service.states = [job_body(), job_body(), job_body(status=status, message="why")]

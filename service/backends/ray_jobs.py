@@ -92,7 +92,7 @@ class RayJobsBackend(Backend):
         told = {
             str(info["submission_id"]): _observation_of(info)
             for info in (infos if isinstance(infos, list) else [])
-            if isinstance(info, dict) and info.get("submission_id") in wanted
+            if isinstance(info, dict) and str(info.get("submission_id")) in wanted
         }
         return {name: found for name, found in told.items() if found is not None}
 
@@ -128,7 +128,7 @@ class RayJobsBackend(Backend):
             return hosts_by_address(
                 (str(node["node_ip"]), node["resources_total"]) for node in alive
             )
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             raise BackendUnreachable(self._strange(response)) from None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -185,7 +185,7 @@ def _json(response: httpx.Response) -> Any:
     """The body of a good answer; None for what is none."""
     try:
         return response.json() if response.is_success else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

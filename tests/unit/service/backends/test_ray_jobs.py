@@ -107,6 +107,7 @@ def test_nothing_is_concluded_from_a_strange_answer() -> None:
         _answers(404, text="404: Not Found"),
         _answers(500, text="oops"),
         _answers(200, text="<html>"),
+        _answers(200, text="[" * 100_000),
         lambda request: httpx.Response(
             200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip")
         ),
@@ -153,10 +154,12 @@ def test_live_nodes_of_an_address_are_one_host_and_none_an_empty_cluster(num_ali
 
 
 def test_an_answer_that_tells_no_hosts_is_no_cluster_without_hosts() -> None:
+    node = {"node_ip": "10.0.0.1", "state": "ALIVE", "resources_total": "many"}
+    strange = {"data": {"result": {"result": [node]}}}
     for handler in (
         _fails(httpx.ConnectError),
         _answers(404, text="no such page"),
-        *(_answers(200, body=body) for body in ({}, {"data": {"result": None}})),
+        *(_answers(200, body=body) for body in ({}, {"data": {"result": None}}, strange)),
         *(_answers(status, text="GCS is away") for status in (302, 401, 429, 500, 503)),
     ):
         with pytest.raises(BackendUnreachable):
@@ -180,6 +183,7 @@ def test_one_request_tells_of_many_attempts_and_leaves_out_what_is_unclear() -> 
         {"submission_id": "c", "status": "no status of Ray's"},
         {"submission_id": "other", "status": "FAILED"},
         {"submission_id": None, "status": "RUNNING"},
+        {"submission_id": ["a"], "status": "FAILED"},
     ]
     seen = _backend(_answers(200, body=infos)).observe_all(["a", "b", "c", "gone"])
     assert {name: found.state for name, found in seen.items()} == {

@@ -219,12 +219,6 @@ def test_followed_streams_do_not_hold_up_a_shutdown(
     assert "Traceback" not in service.log()
 
 
-def test_a_bad_setting_is_named(tmp_path: Path) -> None:
-    process = ServiceProcess(tmp_path, 99999).run_to_the_end()
-    assert process.returncode == 2
-    assert "SHARDLOOM_PORT" in process.stderr
-
-
 # A child that ignores SIGTERM and a grandchild in a session of its own.
 PARENT = """
 import signal, subprocess, sys, time

@@ -229,17 +229,21 @@ def _load(
     context: Context, reader: Principal, wanted: Sequence[str], metrics: Sequence[str]
 ) -> tuple[list[Compared], list[str], list[str]]:
     """The jobs that there are, the names of those that are not, and the metrics to show."""
-    store, jobs, missing = context.store, [], []
+    store, missing = context.store, []
+    jobs: dict[str, Job] = {}  # One may be named by its id and by its name.
     for name in wanted:
         try:
-            jobs.append(find_job(store, name, reader.projects))
+            job = find_job(store, name, reader.projects)
+            jobs[job.id] = job
         except JobNotFound:
             missing.append(name)
-    names = {job.id: store.metric_names(job.id) for job in jobs}
-    known = {name for each in names.values() for name in each}
-    shown = [name for name in metrics or default_metrics(jobs) if name in known]
-    found = [Compared(job, store.list_attempts(job.id), names[job.id]) for job in jobs]
-    return found, missing, shown
+    found = [
+        Compared(job, store.list_attempts(job.id), store.metric_names(job.id))
+        for job in jobs.values()
+    ]
+    known = {name for each in found for name in each.names}
+    chosen = dict.fromkeys(metrics or default_metrics([*jobs.values()]))
+    return found, missing, [name for name in chosen if name in known]
 
 
 def _read(store: JobStore, compared: Sequence[Compared], names: Sequence[str]) -> None:

@@ -151,6 +151,10 @@ def test_jobs_are_found_selected_and_compared(
     page.get_by_role("link", name="Leave out nightly").click()
     expect(page).to_have_url(left_out)
     expect(page.locator(".compared tbody tr")).to_have_count(1)
+    page.get_by_label("Add a job").fill(running.name)
+    page.get_by_role("button", name="Add").click()
+    expect(page).to_have_url(re.compile(running.name))
+    expect(page.locator(".compared tbody tr")).to_have_count(1)
     page.goto(f"/dashboard/compare?jobs={','.join(f'job-{number}' for number in range(21))}")
     expect(page.get_by_text("these are left out: job-20")).to_be_visible()
 

@@ -176,7 +176,7 @@ _MAX_NAME_CHARS = 47
 # Key of Ray's token in the Secret that `authOptions.secretName` names.
 _RAY_TOKEN = "auth_token"
 # KubeRay: what it tells Ray of as GPUs, slices of NVIDIA's among them.
-_GPU = re.compile(r"gpu$|^nvidia\.com/mig-")
+_GPU = re.compile(r"gpu$|nvidia\.com/mig-\d+g\.\d+gb$")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 # Of one cluster's life, not of how clusters are made.

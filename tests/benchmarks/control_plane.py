@@ -204,8 +204,6 @@ def measure(server: Server, job: str, next_step: Iterator[int]) -> Values:
         "pages_per_s_p99": 1 / _p99(pages),
         "points_per_s": NUM_BATCHES * STEPS_PER_BATCH * len(METRIC_NAMES) / took_s,
         "submit_median_s": statistics.median(submits),
-        "list_median_s": statistics.median(lists),
-        "page_median_s": statistics.median(pages),
     }
 
 

@@ -31,6 +31,7 @@ from service.settings import Settings
 from trainer.export.artifact import MARKER, ArtifactError
 from trainer.export.requests import ExportFolder, ask_for, find_export, list_exports, remove_deleted
 from trainer.protocol.run_dir import RunDir
+from trainer.protocol.untrusted import NotRegular
 from trainer.spec.training import Quantization
 
 logger = logging.getLogger(__name__)
@@ -239,7 +240,10 @@ def may_run_code(settings: Settings) -> bool:
 
 def is_sealed(settings: Settings, folder: ExportFolder) -> bool:
     """Whether a service with our keys asked for the export as it stands on run storage."""
-    wanted = folder.wanted
+    try:
+        wanted = folder.wanted
+    except (FileNotFoundError, NotRegular, ValueError):
+        return False  # deleted, or spoilt by the job, since it was listed
     text = wanted.text_of(folder)
     return master_keys_of(settings).is_sealed(text, wanted.seal, "export-seals")
 
@@ -253,14 +257,13 @@ def is_pending(settings: Settings, folder: ExportFolder) -> bool:
 def may_be_made(store: JobStore, settings: Settings, folder: ExportFolder) -> bool:
     """Whether the export of a job that is there was asked for by a service, and may be made here.
 
-    Raises `StoreUnavailable`.
+    Raises `StoreUnavailable`, and OSError.
     """
     try:
         job = store.get_job(folder.run_dir.name)
-        is_ours = is_sealed(settings, folder)
-    except (errors.JobNotFound, errors.JobUnreadable, OSError, ValueError):
+    except (errors.JobNotFound, errors.JobUnreadable):
         return False
-    return is_ours and not _no_export_here(job, settings)
+    return is_sealed(settings, folder) and not _no_export_here(job, settings)
 
 
 def get_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:

@@ -129,7 +129,9 @@ def test_a_service_that_is_restarted_goes_on_with_what_is_not_done(
     assert "code 0" in folder.message
 
 
-def test_only_what_a_service_asked_for_is_made(api: Api, job_id: str, running: Start) -> None:
+def test_only_what_a_service_asked_for_is_made(
+    api: Api, job_id: str, running: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = run_dir_of(api.settings, job_id)
     by_driver = ask_for(run_dir, "newest", "int8")
     folder = wanted(api, job_id)  # nobody will make the other one: it does not stand in the way
@@ -146,6 +148,9 @@ def test_only_what_a_service_asked_for_is_made(api: Api, job_id: str, running: S
     wait_for(lambda: runner._queue.empty(), "the queue to be empty")
     runner.close()
     assert script.environments == []
+    (folder.root / "request.json").write_text("{")
+    monkeypatch.setattr("service.jobs.exports.list_exports", lambda _: [folder])
+    assert unfinished(api.settings) == [], "it was spoilt after it had been listed"
 
 
 def test_a_buried_job_is_not_exported(api: Api, job_id: str, running: Start) -> None:

@@ -93,7 +93,7 @@ class MlflowSink:
 
 def _name(text: str) -> str:
     """A name that MLflow takes."""
-    return _REFUSED.sub("_", text)[:_MAX_NAME_CHARS]
+    return _REFUSED.sub("_", text[:_MAX_NAME_CHARS])
 
 
 def flattened(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -189,7 +189,7 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
         "name": "ratings",
         "labels": {"team": "ml", "cost//center": "7"},
         "features": [{"name": "a"}],
-        "model": {"options": {"rate (%)": 5, "/../x/": 6}},
+        "model": {"options": {"rate (%)": 5, "/../x/": 6, "y/" * 200: 7}},
         "training": {"epochs": 3},
     }
     metrics = _metrics(10, **{"train/loss": 0.1, "clicks (%)": 2.0})

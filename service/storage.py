@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import threading
 import time
 from collections import Counter
@@ -124,12 +123,8 @@ def _read_mounts() -> frozenset[str]:
     except OSError:
         return frozenset()
     # Blanks in names are octal numbers.
-    names = (re.sub(rb"\\([0-7]{3})", _unescaped, line.split(b" ")[4]) for line in lines)
+    names = (line.split(b" ")[4].decode("unicode_escape").encode("latin-1") for line in lines)
     return frozenset(map(os.fsdecode, names)) - {"/"}
-
-
-def _unescaped(match: re.Match[bytes]) -> bytes:
-    return bytes([int(match[1], 8)])
 
 
 def hanging() -> dict[str, int]:

@@ -19,7 +19,7 @@ from service.db.metrics import prune
 from service.db.queries import JobFilter, MetricBound
 from service.db.tables import job_secrets, metadata
 from service.domain.auth import AuditFilter
-from service.domain.models import Attempt, Job, JobStatus
+from service.domain.models import Attempt, Job, JobStatus, Progress
 from service.errors import AttemptNotFound, JobNotFound
 from tests.harness.builders import (
     NOW,
@@ -50,9 +50,10 @@ def _with_status(store: JobStore, job: Job, status: JobStatus) -> Job:
     return store.update_job(replace(job, status=status))
 
 
-def test_the_columns_of_the_queue_read_back(store: JobStore) -> None:
+def test_the_columns_of_queue_and_progress_read_back(store: JobStore) -> None:
     job = replace(queued_job(), priority=7, pause_requested=True, queued_at=NOW)
     job = replace(job, resume_from="checkpoints/step-1", queue_note={"code": "quota", "free": 2})
+    job = replace(job, progress=Progress(step=3, advanced_at=NOW, checkpoint_at=NOW + 1))
     stored = store_job(store, job)
     assert store.get_job(job.id) == stored == job
     attempt = attempt_of(job)

@@ -263,16 +263,3 @@ def test_a_commit_is_dated_by_the_services_clock_until_another_attempt_begins() 
     resumed = replace(saved, status=JobStatus.STARTING)
     again = apply_events(resumed, attempt_of(resumed), [workers_started()], NOW + 10_000).job
     assert again.progress.checkpoint_at == NOW + 10_000
-
-
-def test_the_times_survive_the_store(house: House) -> None:
-    job = house.submit("running")
-    reconciler = house.reconciler()
-    run_once(reconciler)
-    house.leave(job, workers_started(), progress(3), checkpoint(3), divergence())
-    reconciler._outboxes.collect(job.id, 0)
-    stored = house.store.get_job(job.id)
-    assert stored.progress.advanced_at == house.now
-    assert stored.progress.checkpoint_at == house.now
-    assert stored.membership.num_divergences == 1
-    reconciler.close()

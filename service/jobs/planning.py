@@ -129,16 +129,13 @@ class GroupPlanner:
                     break
                 plan = self._ask(spec, topology, limit)
                 longest_s = max(longest_s, time.monotonic() - began)
-            self._keep(key, plan)
+            with self._changed:
+                self._cache[key] = plan
+                self._cache.move_to_end(key)
+                if len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
             plans.append(plan)
         return plans
-
-    def _keep(self, key: str, plan: GroupPlan) -> None:
-        with self._changed:
-            self._cache[key] = plan
-            self._cache.move_to_end(key)
-            while len(self._cache) > _MAX_CACHED:
-                self._cache.popitem(last=False)
 
     def _ask(self, spec: JobSpec, topology: GroupTopology, limit: Limit) -> GroupPlan:
         document = {"spec": spec.model_dump(mode="json"), "topology": topology.model_dump()}

@@ -92,7 +92,7 @@ class ServiceMetrics:
             "shardloom_batches_received", "Batches of records received from drivers."
         )
         self._points = counter("shardloom_points_received", "Metric points received from drivers.")
-        self._webhook_tries = counter(
+        self.webhook_tries = counter(
             "shardloom_webhook_tries",
             "Tries to deliver a message to a webhook, by what the message became.",
             ["state"],
@@ -120,7 +120,7 @@ class ServiceMetrics:
         self._ended_jobs.labels(JobStatus.SUCCEEDED.value, EndReason.COMPLETED.value)
         self._ended_jobs.labels(JobStatus.CANCELLED.value, EndReason.CANCELLED.value)
         for state in DeliveryState:
-            self._webhook_tries.labels(state.value)
+            self.webhook_tries.labels(state.value)
 
     def saw_live_jobs(self, jobs: Iterable[Job]) -> None:
         """Set the number of live jobs per status, and note who waits no more."""
@@ -169,10 +169,6 @@ class ServiceMetrics:
         self._batches.inc()
         self._events.inc(len(events))
         self._points.inc(sum(len(each.values) for each in events if isinstance(each, Metrics)))
-
-    def webhook_tried(self, state: str) -> None:
-        """Count a try; `state` is what the delivery became."""
-        self._webhook_tries.labels(state).inc()
 
     def answered(self, method: str, route: str, status: int, duration_s: float) -> None:
         """Count a request by the template of its route."""

@@ -87,7 +87,7 @@ class WebhookSender:
         try:
             answer = await self._try(claimed)
             outcome = after_try(delivery.num_tries + 1, answer, self.clock(), random.random())
-            self.telemetry.webhook_tried(outcome.state)
+            self.telemetry.webhook_tries.labels(outcome.state).inc()
             if not answer.is_success:
                 logger.info("webhook %s: %s", delivery.webhook_id, outcome.message)
             await asyncio.to_thread(self.store.settle, delivery.id, outcome, self.clock())

@@ -133,7 +133,7 @@ def _feature(
     if not _is_id(column, sizes):
         return _dense(column, is_prepared=bool(sizes)), None
     kind = "id" if column.lists is None else "id_list"
-    feature = {"name": column.name, "type": kind, "table": f"{column.name}_table"}
+    feature = {"name": column.name, "type": kind, "table": f"table_{column.name}"}
     if column.name in sizes:
         return feature, "auto"
     if _fills_its_range(column):

@@ -223,10 +223,12 @@ def test_compressed_text_and_plain_parquet_are_read(tmp_path):
     assert (parquet.columns[0].kind, parquet.columns[0].num_distinct) == ("text", 2)
 
 
-def test_raw_numbers_are_standardised_by_what_was_found(tmp_path):
-    frame = pl.DataFrame({"price": [1.5, 2.5, 3.5, None], "y": [0, 1, 1, 0]})
+def test_raw_columns_are_suggested_under_their_names_and_numbers_by_what_was_found(tmp_path):
+    frame = pl.DataFrame({"price": [1.5, 2.5, 3.5, None], "y": [0, 1, 1, 0], "_id": list("abcd")})
     frame.write_parquet(tmp_path / "a.parquet")
-    (feature,) = inspect(tmp_path)[0].suggestion.features
+    (report,) = inspect(tmp_path)
+    feature, _ = report.suggestion.features
+    assert spec_of(report, tmp_path).sparse_features[0].name == "_id"
     found = {"mean": 2.5, "std": pytest.approx(0.816497), "missing": 2.5}
     assert feature == {"name": "price", "type": "dense", "transform": "standardise"} | found
 

@@ -48,8 +48,9 @@ class IdLists:
         return np.diff(self.offsets)
 
     def take(self, rows: IntArray) -> IdLists:
-        if len(rows) < _FEW_SHARE * len(self):
-            return self._take_few(rows)
+        if len(rows) < _FEW_SHARE * len(self):  # else it pays to go through all lengths
+            starts = self.offsets.take(rows)
+            return self._at(starts, self.offsets.take(rows + 1) - starts)
         import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
         import torch
 
@@ -73,11 +74,6 @@ class IdLists:
             return self
         lengths = np.minimum(self.lengths, limit)
         return self._at(self.offsets[1:] - lengths, lengths)
-
-    def _take_few(self, rows: IntArray) -> IdLists:
-        """As `take`, which goes through the lengths of all rows."""
-        starts = self.offsets.take(rows)
-        return self._at(starts, self.offsets.take(rows + 1) - starts)
 
     def _at(self, starts: IntArray, lengths: IntArray) -> IdLists:
         """The lists of these lengths that start there."""

@@ -243,7 +243,8 @@ def _trials_table(found: SweepDetail) -> Table:
 
 def _status(trial: TrialOut) -> Text:
     if trial.status is None:
-        return Text(trial.message or "deleted", style="yellow")
+        made = "being made" if trial.job_id is None else "deleted"
+        return Text(trial.message or made, style="yellow")
     if trial.stopped_at is not None and not trial.status.is_terminal:
         return Text(f"stopped at step {trial.stopped_at}", style="dim")
     return status_text(trial.status)

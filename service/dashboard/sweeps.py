@@ -173,9 +173,9 @@ class SweepPage:
             with ui.element("div").classes("page-head"):
                 self._head = ui.element("div").classes("heading")
                 self._links = ui.element("div").classes("course-buttons")
-                with asking("Cancel this sweep?", "Cancel it", self._ask_cancel) as self._dialog:
+                with asking("Cancel this sweep?", "Cancel it", self._ask_cancel) as dialog:
                     ui.label("No more trials start, and the jobs of those under way stop.")
-                self._cancel = button("Cancel the sweep", self._dialog.open)
+                self._cancel = button("Cancel the sweep", dialog.open)
                 self._may_change = self._rest.reader().may(Role.SUBMITTER, found.project)
             with ui.element("div").classes("charts"):
                 self._charts = [
@@ -199,7 +199,6 @@ class SweepPage:
         return SweepDetail.model_validate(await self._rest.get(self._path))
 
     async def _ask_cancel(self) -> None:
-        self._dialog.close()
         try:
             await self._rest.send("POST", f"{self._path}:cancel")
         except Refused as refused:
@@ -259,6 +258,8 @@ def _state_of(trial: TrialOut) -> tuple[str, str]:
     """The state of a trial in words, with its tone."""
     if trial.stopped_at is not None and (trial.status is None or not trial.status.is_terminal):
         return f"stopped at step {trial.stopped_at}", "neutral"
+    if trial.status is None and trial.job_id is not None:
+        return "deleted", "neutral"
     if trial.status is None:
         return ("refused", "warn") if trial.message else ("being made", "neutral")
     return trial.status.value.lower(), wording.tone_of(trial.status)

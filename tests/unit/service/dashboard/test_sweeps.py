@@ -8,6 +8,8 @@ import shlex
 from dataclasses import replace
 
 from service.api.views import sweep_detail
+from service.cli import sweeps as cli_sweeps
+from service.dashboard import sweeps
 from service.dashboard.sweeps import csv_of, options_of, parallel_options, value_options
 from service.domain.models import JobStatus
 from service.domain.sweeps import Observed, Parameter, Sweep, Trial
@@ -37,6 +39,13 @@ def detail(*values: float | None) -> SweepDetail:
         chosen = {"optimizer.sparse.lr": 0.1, "parallelism.sync.every_steps": 4}
         trials.append(Observed(Trial(SWEEP.id, number, chosen, NOW, job_id=job.id), job))
     return sweep_detail(SWEEP, trials)
+
+
+def test_a_trial_without_a_job_is_being_made_or_was_deleted() -> None:
+    gone = detail(0.8).trials[0].model_copy(update={"status": None})
+    trials = (gone, gone.model_copy(update={"job_id": None}))
+    assert [sweeps._state_of(each)[0] for each in trials] == ["deleted", "being made"]
+    assert [str(cli_sweeps._status(each)) for each in trials] == ["deleted", "being made"]
 
 
 def test_trials_are_ranked_by_value_and_those_without_a_number_come_last() -> None:

@@ -210,8 +210,8 @@ class SettingsPage:
         name = (self._quota_name.value or "").strip()
         if not name or "/" in name:
             ui.notify("Name the project.", type="warning")
+            self._quota_dialog.open()
             return
-        self._quota_dialog.close()
         path = f"/v1/projects/{quote(name, safe='')}"
         await self._change(self._show_projects, "PUT", path, json=body)
 
@@ -262,8 +262,8 @@ class SettingsPage:
         }
         if not body["name"]:
             ui.notify(f"Give it a name of letters, digits and . _ @ - ({KEY_NAME_PATTERN}).")
+            self._key_dialog.open()
             return
-        self._key_dialog.close()
         made = await self._change(self._show_keys, "POST", "/v1/keys", json=body)
         if made:
             _show_once("The key", made["key"])
@@ -308,7 +308,6 @@ class SettingsPage:
             "project": (self._hook_project.value or "").strip(),
             "kinds": kinds,
         }
-        self._webhook_dialog.close()
         made = await self._change(self._show_webhooks, "POST", "/v1/webhooks", json=body)
         if made:
             _show_once("The secret", made["secret"])

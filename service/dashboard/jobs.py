@@ -216,7 +216,6 @@ class ListPage:
         self._snapshot = ListSnapshot((), None)
         # The one that is filtered by.
         self._metric = ""
-        self._dialogs: list[ui.dialog] = []
         # Cursors of the pages before this one.
         self._before: list[str] = []
 
@@ -297,7 +296,6 @@ class ListPage:
                     with asked as dialog:
                         ui.label(told)
                     button(verb, dialog.open, "cancel-button")
-                    self._dialogs.append(dialog)
             button("Clear", self._clear_selection)
         self._selection.set_visibility(False)
 
@@ -419,8 +417,6 @@ class ListPage:
         go_to(f"{MOUNT_PATH}/compare?jobs={ids}")
 
     async def _for_each(self, method: str, path: str, done: str) -> None:
-        for dialog in self._dialogs:
-            dialog.close()
         refusals, chosen = [], [*self._table.selected]
         for row in chosen:
             try:

@@ -388,7 +388,6 @@ class NewJobPage:
             return
         options: dict[str, Any] = {"headers": {"Idempotency-Key": self._key}}
         if force:
-            self._misfit_dialog.close()
             options["params"] = {"force": "true"}
         path, body = "/v1/jobs", {"spec": checked.document}
         if search:

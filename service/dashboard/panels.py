@@ -63,13 +63,11 @@ def asking(
     leave: str = "Not now",
     colour: str = "",
 ) -> Iterator[ui.dialog]:
-    """A dialog with a title, what the `with` block adds, and buttons to leave and to confirm.
-
-    `on_confirm` closes it before it waits for anything.
-    """
+    """A dialog with a title, what the `with` block adds, and buttons to leave and to confirm."""
 
     async def confirmed() -> None:
         if dialog.value:  # Of two quick clicks the second one finds it closed.
+            dialog.close()
             await on_confirm()
 
     with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
@@ -124,7 +122,11 @@ class ActionsPanel(Panel):
     def _build(self) -> None:
         title = f"Cancel {self._snapshot.job.name}?"
         with asking(
-            title, "Cancel job", self._cancel_now, leave="Keep it", colour="color=negative"
+            title,
+            "Cancel job",
+            lambda: self._change("POST", ":cancel"),
+            leave="Keep it",
+            colour="color=negative",
         ) as self._cancel_dialog:
             ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
         with asking(
@@ -165,12 +167,7 @@ class ActionsPanel(Panel):
         self._step.set_options(options, value=found[0].step)
         self._restart_dialog.open()
 
-    async def _cancel_now(self) -> None:
-        self._cancel_dialog.close()
-        await self._change("POST", ":cancel")
-
     async def _restart_now(self) -> None:
-        self._restart_dialog.close()
         await self._change("POST", ":restart", json={"step": self._step.value})
 
 
@@ -214,14 +211,13 @@ class ExportPanel(Panel):
     async def _delete(self) -> None:
         if self._doomed.value is None:
             ui.notify("Say which one.", type="warning")
+            self._delete_dialog.open()
             return
-        self._delete_dialog.close()
         export_id = str(self._doomed.value)
         done = f"Export {export_id} is deleted."
         await self._change("DELETE", f"/exports/{export_id}", done)
 
     async def _export(self) -> None:
-        self._dialog.close()
         body = {"checkpoint": str(self._checkpoint.value), "quantize": self._tables.value}
         done = "The export appears here; it takes seconds to minutes."
         await self._change("POST", "/exports", done, json=body)
@@ -353,12 +349,11 @@ class PlacementPanel(Panel):
     async def _resize(self) -> None:
         if self._size.value is None:
             ui.notify("Say how many workers.", type="warning")
+            self._resize_dialog.open()
             return
-        self._resize_dialog.close()
         await self._change("POST", "/resize", json={"workers": int(self._size.value)})
 
     async def _drain(self) -> None:
-        self._drain_dialog.close()
         drained = latest_resize_request(self._snapshot.timeline).drain_hosts
         for host in sorted({*self._drained.value} ^ {*drained}):
             body = {"host": host, "undo": host in drained}
@@ -426,8 +421,8 @@ class TracePanel(Panel):
     async def _record(self) -> None:
         if not self._steps.value or not self._ranks.value:
             ui.notify("Say how many steps, and of which ranks.", type="warning")
+            self._dialog.open()
             return
-        self._dialog.close()
         body = {"num_steps": int(self._steps.value), "ranks": list(self._ranks.value)}
         done = "The trace appears here once it is written."
         await self._change("POST", "/traces", done, json=body)

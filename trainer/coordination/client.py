@@ -47,7 +47,7 @@ from trainer.coordination.messages import (
 
 logger = logging.getLogger(__name__)
 Expected = TypeVar("Expected", Welcome, Round, RoundResult)
-_MIN_BEAT_S = 0.05
+_MIN_BEAT_S, _MAX_BEAT_S = 0.05, 1.0  # hangs, too, are found by them
 _BEATS_PER_TIMEOUT = 5
 LOCATE_S = 2.0
 """Longest time to ask where the coordinator is."""
@@ -121,7 +121,8 @@ class CoordinatorClient:
         """
         self.identity, self._locate, self.token = identity, locate, token
         self._is_agent, self._has_connected = is_agent, False
-        self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
+        beat_s = heartbeat_timeout_s / _BEATS_PER_TIMEOUT
+        self._beat_every_s = min(max(_MIN_BEAT_S, beat_s), _MAX_BEAT_S)
         self._connect_timeout_s = _connect_timeout_s(heartbeat_timeout_s)
         self._changed = threading.Condition()
         self._sending = threading.Lock()

@@ -602,6 +602,26 @@ def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, 
         coordinator.stop()
 
 
+def test_whatever_silence_is_allowed_the_start_does_not_wait_for_ever_and_hangs_are_found(
+    tmp_path: Path,
+):
+    limits = {"heartbeat_timeout_s": 1e6, "start_grace_s": 0.1, "min_hang_s": 1.0}
+    policy = MembershipPolicy(2, **limits, holds_suspicions=False)
+    coordinator = Coordinator(CoordinatorConfig(policy, LeaseBook(1, 1, 1), tmp_path, TOKEN))
+    member = CoordinatorClient(identity(0), lambda: coordinator.address, 1e6, TOKEN)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            member.join("initial", "seed-0", Ledger(), "")
+            arrival = pool.submit(member.arrive, Arrive(standing="initial", commit=0))
+            arrival.result(scaled(20))
+            member.progress("train")
+            wait_until(lambda: coordinator.status().departures, "the hang")
+            assert coordinator.status().departures[0].reason == "hang"
+        finally:
+            member.close()
+            coordinator.stop()
+
+
 def attempt_of(config: WorkerConfig) -> Attempt:
     context = DriverContext("job-test", config.attempt_id, config.run_dir, None, 0)
     context.files.outbox_dir.mkdir(parents=True)

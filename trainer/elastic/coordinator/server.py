@@ -63,7 +63,7 @@ Result = TypeVar("Result")
 _MAX_LINE_BYTES = 64 << 20
 _GC_THRESHOLDS = (200_000, 20, 1000)
 _BACKLOG = 4096  # all may connect at once
-_TICKS_PER_TIMEOUT = 10
+_TICKS_PER_TIMEOUT, _MAX_TICK_S = 10, 0.5
 _TURNS_TO_READ = 3
 _CALL_S = 30.0
 _MONITORED_KINDS = frozenset({"hang_found"})
@@ -320,7 +320,8 @@ class Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(self._config.policy.heartbeat_timeout_s / _TICKS_PER_TIMEOUT)
+            timeout_s = self._config.policy.heartbeat_timeout_s
+            await asyncio.sleep(min(timeout_s / _TICKS_PER_TIMEOUT, _MAX_TICK_S))
             for _ in range(_TURNS_TO_READ):  # what has come counts before silence does
                 await asyncio.sleep(0)
             self._take(lambda: self._membership.tick(self._now()))

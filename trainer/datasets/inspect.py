@@ -96,7 +96,8 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
 def _find_label(columns: Sequence[ColumnReport]) -> str | None:
     names = {column.name.lower(): column.name for column in columns if column.kind != "other"}
     named = [names[name] for name in _LABEL_NAMES if name in names]
-    return next(iter(named or (column.name for column in columns if column.is_binary)), None)
+    binary = (column.name for column in columns if column.is_binary and not _unusable(column))
+    return next(iter(named or binary), None)
 
 
 def _unusable(column: ColumnReport) -> str | None:

@@ -235,7 +235,7 @@ def test_raw_columns_are_suggested_under_their_names_and_numbers_by_what_was_fou
 
 def test_no_column_is_suggested_that_training_refuses(tmp_path):
     frame = pl.DataFrame({"price": [1.5, 2.5], "label": [True, False], "is_new": [True, False]})
-    frame.write_parquet(tmp_path / "a.parquet")
+    frame.with_columns(pl.Series("is new?", [0, 1])).write_parquet(tmp_path / "a.parquet")
     suggestion = inspect(tmp_path)[0].suggestion
     assert suggestion.label is None
     assert [feature["name"] for feature in suggestion.features] == ["price"]

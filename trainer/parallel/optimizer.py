@@ -276,11 +276,9 @@ class Optimizers:
         table_rate = self._share / self._gradient_scale(sparse.has_moments)
         for optimizer in (self._fused, *self._whole):
             _set_lr(optimizer, sparse.lr * self._factor * self._lr_scale * table_rate)
+            optimizer.zero_grad()  # of the fused one: hands its learning rate to the kernels
         dense_rate = self._share / self._gradient_scale(dense.name == "adagrad")
         _set_lr(self.dense, dense.lr * self._factor * dense_rate)
-        # zero_grad of the fused optimizer is what hands its learning rate to the kernels.
-        for optimizer in (self._fused, *self._whole):
-            optimizer.zero_grad()
         if not self.is_accumulating:
             self.dense.zero_grad()
 

@@ -41,7 +41,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable
@@ -462,10 +462,7 @@ class Tracer:
 
 
 def _start(trace_id: str, num_steps: int) -> _Recording:
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    recording = _Recording(trace_id, num_steps, profile(activities=activities))
+    recording = _Recording(trace_id, num_steps, profile())
     recording.profiler.start()
     return recording
 

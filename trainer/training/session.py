@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -497,30 +497,27 @@ class Session:
         """Whether these workers are requested to stop, as rank 0 sees it."""
         files = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
         is_wanted = self.groups.rank == 0 and requests.is_stop_wanted(files, self.config.run_index)
-        return Part(torch.tensor([is_wanted], dtype=torch.float64), self._read_stop)
+        return self._of_rank_0([is_wanted], self._take_stop)
 
-    def _read_stop(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
-        self.is_asked_to_stop = bool(sums.item())
-        return {}
+    def _take_stop(self, is_wanted: float) -> None:
+        self.is_asked_to_stop = bool(is_wanted)
 
     def _save_part(self) -> Part:
         """How the saves stand, as rank 0 sees it."""
-        found = vars(self.checkpoints.standing if self.groups.rank == 0 else SaveStanding(0))
-        return Part(torch.tensor(list(found.values()), dtype=torch.float64), self._read_saves)
+        return self._of_rank_0(vars(self.checkpoints.standing).values(), self._take_saves)
 
-    def _read_saves(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
-        saved_step, has_failed, is_blocked = sums.tolist()
+    def _take_saves(self, saved_step: float, has_failed: float, is_blocked: float) -> None:
         self.saves = SaveStanding(int(saved_step), bool(has_failed), bool(is_blocked))
-        return {}
 
     def _interval_part(self) -> Part:
         """The sync interval that there shall be, as rank 0 has decided."""
-        wanted = self.tuner.wanted if self.groups.rank == 0 else 0
-        return Part(torch.tensor([wanted], dtype=torch.float64), self._read_interval)
+        return self._of_rank_0([self.tuner.wanted], lambda every: self.tuner.agree(int(every)))
 
-    def _read_interval(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
-        self.tuner.agree(int(sums.item()))
-        return {}
+    def _of_rank_0(self, numbers: Iterable[float], take: Callable[..., Any]) -> Part:
+        """Numbers of rank 0, which each rank is to `take`."""
+        is_first = self.groups.rank == 0
+        mine = torch.tensor([is_first and number for number in numbers], dtype=torch.float64)
+        return Part(mine, lambda sums, _: take(*sums.tolist()) or {})
 
     def publish(self, values: dict[str, float], time_s: float) -> None:
         """Send `values` as the metrics of the current step, and how far training has come."""

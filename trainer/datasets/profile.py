@@ -358,9 +358,11 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
             )
         except pl.exceptions.PolarsError as error:
             last = block.first_line + block.num_lines - 1
+            cause, *_ = str(error).splitlines()[0].split(". ")  # then comes what a caller could do
             raise CorruptFileError(
                 f"{file}, between lines {block.first_line} and {last}: cannot be read as "
-                f"{text.text}, {len(text.columns)} columns: {str(error).splitlines()[0]}"
+                f"{text.text}, {len(text.columns)} columns: {cause}; mend lines with more or fewer "
+                "cells, and quotes that are left open"
             ) from None
 
 

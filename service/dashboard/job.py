@@ -35,7 +35,7 @@ from service.dashboard.shell import (
 from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, Points, load_job, read_points
 from service.db.jobs import JobStore
 from service.domain.models import Checkpoint, Job, MetricPoint
-from service.errors import JobNotFound, StorageUnavailable
+from service.errors import JobNotFound, StorageUnavailable, StoreUnavailable
 
 REFRESH_INTERVAL_S = 1.0
 _MAX_CSV_ROWS = 100_000
@@ -116,6 +116,10 @@ class JobPage:
                 self._timer.cancel()
             self._gone.set_text("This job was deleted. The page shows what was known of it.")
             return
+        except StoreUnavailable as error:
+            self._gone.set_text(f"What is shown is old, as the job cannot be read: {error}")
+            return
+        self._gone.set_text("")
         self._show(snapshot)
         if snapshot.is_new:
             for chart in self._charts:

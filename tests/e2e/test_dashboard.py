@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import pytest
@@ -20,6 +21,7 @@ from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
 from service.domain.models import Job, JobStatus
 from service.domain.sweeps import Parameter, Sweep, Trial
+from service.errors import StoreUnavailable
 from service.jobs import run_storage
 from service.jobs.logs import list_sources
 from service.storage import in_time
@@ -355,13 +357,21 @@ def test_progress_and_charts_follow_the_store_without_a_reload(
     assert len({drawn, zoomed, settled_picture(loss_chart)}) == 3
 
 
-def test_the_page_of_a_job_that_is_deleted_says_so_and_asks_no_more(
-    page: Page, dashboard: Dashboard, running: Job, caplog: pytest.LogCaptureFixture
+def test_the_page_of_a_job_says_when_it_cannot_be_read_and_that_it_was_deleted(
+    page: Page,
+    dashboard: Dashboard,
+    running: Job,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = replace(dashboard.store.get_job(running.id), status=JobStatus.FAILED, message="broke")
     dashboard.store.update_job(ended)
     open_job(page, running)
     expect(page.locator(".heading .status")).to_have_text("failed")
+    with monkeypatch.context() as away:
+        away.setattr(dashboard.store, "get_job", Mock(side_effect=StoreUnavailable("locked")))
+        expect(page.get_by_text("What is shown is old")).to_be_visible(timeout=LIVE_MS)
+    expect(page.get_by_text("What is shown is old")).not_to_be_visible(timeout=LIVE_MS)
     dashboard.store.delete_job(running.id)
     expect(page.get_by_text("This job was deleted")).to_be_visible(timeout=LIVE_MS)
     page.get_by_role("tab", name="Spec").click()

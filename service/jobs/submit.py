@@ -167,6 +167,7 @@ def submit_job(
     spec: JobSpec,
     *,
     idempotency_key: str | None,
+    admit: Callable[[], None] = lambda: None,
     check: Callable[[JobSpec], None] = lambda sized: None,
     prepare: Callable[[str], None] = lambda job_id: None,
     actor: str = "user",
@@ -176,10 +177,10 @@ def submit_job(
 ) -> Job:
     """Store a new job, or return the one that the key made.
 
-    `check` is called with the spec of a new job, the table sizes of its data in it, and `prepare`
-    with its id before it is stored; `parent` is the id of the job that it is a clone of. Raises
-    `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is answered
-    as the first one was, whatever happened to data and cluster since.
+    Of a new job `admit` is called first, `check` with its spec, the table sizes of its data in it,
+    and `prepare` with its id before it is stored; `parent` is the id of the job that it is a clone
+    of. Raises `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is
+    answered as the first one was, whatever happened to data, code and cluster since.
     """
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     request_hash = hashlib.sha256(canonical.encode()).hexdigest()
@@ -187,6 +188,7 @@ def submit_job(
         known = store.find_submitted(idempotency_key, request_hash, spec.project)
         if known is not None:
             return known
+    admit()
     if checkpoint_root is not None and spec.checkpoint.path is None:
         # From now on it is the job's: another setting later does not part it from its checkpoints.
         checkpoint = spec.checkpoint.model_copy(update={"path": str(checkpoint_root)})

@@ -19,6 +19,7 @@ from service.api.deps import (
     ThreadRoute,
     VersionsDep,
     check_fits,
+    check_project,
     check_spec,
     most_workers,
     on_storage,
@@ -29,7 +30,7 @@ from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import hosts_for
 from service.db.queries import METRIC_BOUND, JobFilter, MetricBound
-from service.domain.auth import Principal
+from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
 from service.errors import reaching_storage
 from service.jobs import actions
@@ -92,8 +93,8 @@ def submit(
 ) -> JobDetail | JobPlan:
     """Check the spec and create a job; `Location` names it."""
     spec = validate_spec(body.spec)
-    check_spec(spec, principal, context)
     if dry_run:
+        check_spec(spec, principal, context)
         sized = check_data(spec)
         response.status_code = status.HTTP_200_OK
         return plan_of(sized, hosts_for(context.backend, spec), most_workers(spec, context))
@@ -112,6 +113,9 @@ def _create(
     force: bool,
     parent: str | None = None,
 ) -> Job:
+    check_project(principal, spec.project, Role.SUBMITTER)
+    source = None if parent is None else run_dir_of(context.settings, parent)
+
     def check(sized: JobSpec) -> None:
         if not force:
             check_fits([sized], context)
@@ -121,6 +125,7 @@ def _create(
         context.store,
         spec,
         idempotency_key=idempotency_key,
+        admit=lambda: check_spec(spec, principal, context, source),
         check=check,
         prepare=lambda job_id: keep_secrets(
             context.security.keys,
@@ -278,7 +283,6 @@ def clone(
     spec = actions.cloned_spec(job, body.set, body.patch, body.name)
     with reaching_storage("the paths of the spec: "):
         spec = without_lost_place(spec, job.spec, roots_of(context.settings))
-    check_spec(spec, principal, context, run_dir_of(context.settings, job.id))
     made = _create(
         spec, body.secrets, idempotency_key, principal, context, parent=job.id, force=force
     )

@@ -158,18 +158,29 @@ def plain_batch(
 def make_batch(step: int, rank: int, batch_size: int) -> Batch:
     """The rows of one rank at one step: seeded, with duplicates and empty bags."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    lengths = torch.randint(0, 4, (len(FEATURES), batch_size), generator=generator)
+    num_rows = {feature: TABLE_ROWS[table] for feature, table in FEATURES.items()}
+    ids = random_ids(num_rows, batch_size, generator)
+    dense, label = (torch.randn(batch_size, 1, generator=generator) for _ in range(2))
+    return plain_batch(dense, ids, label)
+
+
+def random_ids(
+    num_rows: dict[str, int],
+    batch_size: int,
+    generator: torch.Generator,
+    *,
+    max_bag: int = 3,
+    is_weighted: bool = False,
+) -> KeyedJaggedTensor:
+    """Bags of ids of each feature, with duplicates and empty bags."""
+    lengths = torch.randint(0, max_bag + 1, (len(num_rows), batch_size), generator=generator)
     values = [
-        torch.randint(0, TABLE_ROWS[table], (int(lengths[i].sum()),), generator=generator)
-        for i, table in enumerate(FEATURES.values())
+        torch.randint(0, rows, (int(count),), generator=generator)
+        for rows, count in zip(num_rows.values(), lengths.sum(dim=1), strict=True)
     ]
-    return plain_batch(
-        torch.randn(batch_size, 1, generator=generator),
-        KeyedJaggedTensor(
-            keys=list(FEATURES), values=torch.cat(values), lengths=lengths.flatten().int()
-        ),
-        torch.randn(batch_size, 1, generator=generator),
-    )
+    weights = torch.rand(int(lengths.sum()), generator=generator) + 0.5 if is_weighted else None
+    lengths = lengths.flatten().int()
+    return KeyedJaggedTensor(list(num_rows), torch.cat(values), weights, lengths)
 
 
 def local_shards(value: Any) -> list[tuple[torch.Tensor, tuple[int, ...]]]:

@@ -20,7 +20,7 @@ from torchrec import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.types import DataType
 
-from tests.harness.small_model import dlrm_spec, form_groups
+from tests.harness.small_model import dlrm_spec, form_groups, random_ids
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
@@ -191,26 +191,16 @@ def make_rows(
 ) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor, torch.Tensor]:
     """(pooled, sequences, label) of one rank at one step: with duplicates and empty rows."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    pooled = _random_ids(POOLED, generator, weighted=case.weighted)
-    sequences = _random_ids(SEQUENCES, generator, weighted=False)
-    return pooled, sequences, torch.randn(BATCH_SIZE, generator=generator)
-
-
-def _random_ids(
-    features: dict[str, str], generator: torch.Generator, weighted: bool
-) -> KeyedJaggedTensor:
-    lengths = torch.randint(0, 4, (len(features), BATCH_SIZE), generator=generator)
-    values = [
-        torch.randint(0, TABLES[table], (int(count),), generator=generator)
-        for table, count in zip(features.values(), lengths.sum(dim=1), strict=True)
-    ]
-    weights = torch.rand(int(lengths.sum()), generator=generator) + 0.5
-    return KeyedJaggedTensor(
-        keys=list(features),
-        values=torch.cat(values),
-        lengths=lengths.flatten().int(),
-        weights=weights if weighted else None,
+    pooled, sequences = (
+        random_ids(
+            {feature: TABLES[table] for feature, table in features.items()},
+            BATCH_SIZE,
+            generator,
+            is_weighted=case.weighted and features is POOLED,
+        )
+        for features in (POOLED, SEQUENCES)
     )
+    return pooled, sequences, torch.randn(BATCH_SIZE, generator=generator)
 
 
 def initial_table(name: str) -> torch.Tensor:

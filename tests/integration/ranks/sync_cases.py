@@ -17,6 +17,7 @@ from tests.harness.small_model import (
     build_trained,
     dlrm_spec,
     plain_batch,
+    random_ids,
     rank_device,
     take_step,
 )
@@ -182,16 +183,8 @@ def make_batch(case: SyncCase, step: int, rank: int, copy: int) -> Batch:
 def _ids(
     case: SyncCase, features: dict[str, int], max_bag: int, generator: torch.Generator
 ) -> KeyedJaggedTensor:
-    lengths = torch.randint(0, max_bag + 1, (len(features), case.batch_size), generator=generator)
-    values = [
-        torch.randint(
-            0, case.tables[number].num_rows, (int(lengths[row].sum()),), generator=generator
-        )
-        for row, number in enumerate(features.values())
-    ]
-    return KeyedJaggedTensor(
-        keys=list(features), values=torch.cat(values), lengths=lengths.flatten().int()
-    )
+    num_rows = {name: case.tables[number].num_rows for name, number in features.items()}
+    return random_ids(num_rows, case.batch_size, generator, max_bag=max_bag)
 
 
 class Training:

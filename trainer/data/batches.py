@@ -166,7 +166,7 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
     raised to the consumer at the batch that it spoils.
     """
 
-    _steps: Iterator[StepType]
+    _steps: Iterator[StepType] = iter(())
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
         rank: int,
         num_ranks: int,
         *,
-        pin: bool,
+        pin: bool = False,
         shuffle: bool = True,
         on_slow_read: Callable[[], None] = lambda: None,
     ) -> None:
@@ -192,12 +192,14 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
         self._reader = RowReader(source, spec, shuffle=shuffle)
         # One worker makes them in order, so that they may share a reader.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._planned: deque[StepType] = deque()  # to be read after those of `_steps`
         self._ahead: deque[tuple[StepType, Future[Batch]]] = deque()
         self._stripes: Stripes | None = None
 
     def _next(self) -> StepType | None:
         """The step after all that were asked for so far; None where there is none."""
-        return next(self._steps, None)
+        step = next(self._steps, None)
+        return self._planned.popleft() if step is None and self._planned else step
 
     def _read_ahead(self) -> None:
         while len(self._ahead) < NUM_PREFETCHED and (step := self._next()):
@@ -292,19 +294,6 @@ class LeaseBatches(_ReadAhead[LeaseStep]):
     once.
     """
 
-    def __init__(
-        self,
-        source: ParquetSource,
-        spec: JobSpec,
-        rank: int,
-        num_ranks: int,
-        *,
-        pin: bool = False,
-        on_slow_read: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(source, spec, rank, num_ranks, pin=pin, on_slow_read=on_slow_read)
-        self._planned: deque[LeaseStep] = deque()
-
     def submit(self, lease: Lease) -> None:
         """Read `lease` after those submitted before."""
         stripes = Stripes(lease.spans, self.shape.world_size, self.shape.batch_size)
@@ -321,9 +310,6 @@ class LeaseBatches(_ReadAhead[LeaseStep]):
         self._ahead = deque(each for each in self._ahead if each[0].lease.id not in ids)
         self._planned = deque(each for each in self._planned if each.lease.id not in ids)
         self._read_ahead()
-
-    def _next(self) -> LeaseStep | None:
-        return self._planned.popleft() if self._planned else None
 
 
 class ValidationBatches(_ReadAhead[Step]):

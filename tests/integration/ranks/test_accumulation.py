@@ -61,13 +61,6 @@ class PlainAccumulation(PlainTraining):
                 sums, num_batches = [torch.zeros_like(total) for total in sums], 0
 
     @torch.no_grad()
-    def _update_tables(self, ratio: float) -> None:
-        sparse = self.spec.optimizer.sparse
-        for table in self.tables.values():
-            table -= sparse.lr * ratio * table.grad
-            table *= 1 - sparse.lr * ratio * sparse.weight_decay
-
-    @torch.no_grad()
     def _update_dense(self, gradients: list[torch.Tensor], ratio: float) -> None:
         for gradient in gradients:
             dist.all_reduce(gradient)

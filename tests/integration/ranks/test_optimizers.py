@@ -111,6 +111,10 @@ class PlainTraining:
             dist.all_reduce(parameter.grad)
             rate = self.spec.optimizer.dense.lr * ratio * self.share
             parameter -= rate * parameter.grad / 2
+        self._update_tables(ratio)
+
+    @torch.no_grad()
+    def _update_tables(self, ratio: float) -> None:
         sparse = self.spec.optimizer.sparse
         lr, c = sparse.lr * ratio * self.share, self.spec.moment_scale
         for name, table in self.tables.items():

@@ -48,14 +48,7 @@ _DEFAULT_PORT = 8800
 
 
 def export(
-    job: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[JOB]",
-            help="Id, unique prefix of it, or name (the newest).",
-            autocompletion=common.job_names,
-        ),
-    ] = None,
+    job: Annotated[str | None, common.JOB] = None,
     to: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")
     ] = None,

@@ -68,14 +68,10 @@ def job_names(incomplete: str) -> list[tuple[str, str]]:
     return [(name, hint) for name, hint in offered.items() if name.startswith(incomplete)]
 
 
-JobArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="JOB",
-        help="Id, unique prefix of it, or name (the newest).",
-        autocompletion=job_names,
-    ),
-]
+JOB: Any = typer.Argument(
+    metavar="JOB", help="Id, unique prefix of it, or name (the newest).", autocompletion=job_names
+)
+JobArgument = Annotated[str, JOB]
 SpecArgument = Annotated[
     str, typer.Argument(metavar="SPEC", help="Job spec, YAML or JSON; - reads standard input.")
 ]

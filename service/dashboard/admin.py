@@ -21,7 +21,6 @@ from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import page_frame, panel
 from service.domain.auth import ALL_PROJECTS, Role
 from service.schemas import wording
-from service.schemas.admin import KEY_NAME_PATTERN
 from trainer.protocol.versions import versions_here
 
 _REFRESH_S = 3.0
@@ -260,10 +259,6 @@ class SettingsPage:
             "roles": {(self._key_project.value or "").strip(): self._key_role.value},
             "expires_in_s": days * 86_400 or None,
         }
-        if not body["name"]:
-            ui.notify(f"Give it a name of letters, digits and . _ @ - ({KEY_NAME_PATTERN}).")
-            self._key_dialog.open()
-            return
         made = await self._change(self._show_keys, "POST", "/v1/keys", json=body)
         if made:
             _show_once("The key", made["key"])

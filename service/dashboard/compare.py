@@ -97,8 +97,6 @@ class ComparePage:
         params = ui.context.client.request.query_params
         given = [each.strip() for each in params.get("jobs", "").split(",")]
         self._wanted = [*dict.fromkeys(filter(None, given))]
-        self._left_out = self._wanted[MAX_COMPARED:]
-        del self._wanted[MAX_COMPARED:]
         self._metrics = [each for each in params.get("metrics", "").split(",") if each]
         axis = params.get("x", "step")
         self._axis = axis if axis in _AXES else "step"
@@ -112,10 +110,8 @@ class ComparePage:
             self._build_head()
             for name in missing:
                 ui.label(f"There is no job '{name}'.").classes("notice tone-warn")
-            if self._left_out:
-                rest = ", ".join(self._left_out)
-                text = f"At most {MAX_COMPARED} jobs are compared, so these are left out: {rest}"
-                ui.label(text).classes("notice tone-warn")
+            if len(self._wanted) > MAX_COMPARED:
+                ui.label(f"Only the first {MAX_COMPARED} are compared.").classes("notice tone-warn")
             if self._compared:
                 self._build_jobs()
                 self._build_charts()
@@ -231,7 +227,7 @@ def _load(
     """The jobs that there are, the names of those that are not, and the metrics to show."""
     store, missing = context.store, []
     jobs: dict[str, Job] = {}  # One may be named by its id and by its name.
-    for name in wanted:
+    for name in wanted[:MAX_COMPARED]:
         try:
             job = find_job(store, name, reader.projects)
             jobs[job.id] = job

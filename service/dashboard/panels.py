@@ -130,7 +130,10 @@ class ActionsPanel(Panel):
         ) as self._cancel_dialog:
             ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
         with asking(
-            "Go on from a checkpoint", "Go on", self._restart_now, leave="Leave it"
+            "Go on from a checkpoint",
+            "Go on",
+            lambda: self._change("POST", ":restart", json={"step": self._step.value}),
+            leave="Leave it",
         ) as self._restart_dialog:
             ui.label("Later checkpoints count no more, and go once a new one is committed.")
             with _fields("wide"):
@@ -166,9 +169,6 @@ class ActionsPanel(Panel):
         }
         self._step.set_options(options, value=found[0].step)
         self._restart_dialog.open()
-
-    async def _restart_now(self) -> None:
-        await self._change("POST", ":restart", json={"step": self._step.value})
 
 
 class ExportPanel(Panel):

@@ -158,7 +158,7 @@ def test_jobs_are_found_selected_and_compared(
     expect(page).to_have_url(re.compile(running.name))
     expect(page.locator(".compared tbody tr")).to_have_count(1)
     page.goto(f"/dashboard/compare?jobs={','.join(f'job-{number}' for number in range(21))}")
-    expect(page.get_by_text("these are left out: job-20")).to_be_visible()
+    expect(page.get_by_text("Only the first 20 are compared")).to_be_visible()
 
 
 def test_an_address_with_half_a_filter_says_what_is_wrong_with_it(page: Page, running: Job) -> None:

@@ -93,8 +93,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         takes one whose tables do not fit the memory of the cluster's workers.
         """
         body = {"spec": _document(spec), "secrets": dict(secrets or {})}
-        params = {"force": "true"} if force else None
-        return self._create("/v1/jobs", JobDetail, body, idempotency_key, params)
+        return self._create("/v1/jobs", JobDetail, body, idempotency_key, force=force)
 
     def upload_code(self, archive: bytes) -> CodeOut:
         """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
@@ -216,8 +215,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
             "patch": patch,
             "secrets": dict(secrets or {}),
         }
-        params = {"force": "true"} if force else None
-        return self._create(f"{job_path(job)}:clone", JobDetail, body, idempotency_key, params)
+        path = f"{job_path(job)}:clone"
+        return self._create(path, JobDetail, body, idempotency_key, force=force)
 
     def delete(self, job: str, *, artifacts: bool = True, version: int | None = None) -> DeletedJob:
         """Delete a job that has ended, with its files unless `artifacts` is False; what is left.

@@ -249,8 +249,7 @@ class SweepCalls(Connection):
         and `secrets`, which all trials have.
         """
         body = {"spec": dict(spec), "parameters": list(parameters), "metric": metric, **options}
-        params = {"force": "true"} if force else None
-        return self._create("/v1/sweeps", SweepDetail, body, idempotency_key, params)
+        return self._create("/v1/sweeps", SweepDetail, body, idempotency_key, force=force)
 
     def sweeps(self) -> Iterator[SweepSummary]:
         """Every sweep, newest first, fetched page by page as they are consumed."""

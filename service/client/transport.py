@@ -257,9 +257,10 @@ class Connection:
             if path_of_found is not None:
                 path = path_of_found(found)
             yield found
-            if self._clock() >= deadline:
+            left_s = deadline - self._clock()
+            if left_s <= 0:
                 return
-            self._sleep(min(poll_s, deadline - self._clock()))
+            self._sleep(min(poll_s, left_s))
 
     def _request(self, method: str, path: str, answer: type[Answer], **options: Any) -> Answer:
         """Send a request and check its answer; `options` as of `_send`."""
@@ -272,13 +273,15 @@ class Connection:
         answer: type[Answer],
         body: dict[str, Any],
         idempotency_key: str | None,
-        params: Params | None = None,
+        *,
+        force: bool = False,
     ) -> Answer:
         """POST something once, however often it has to be sent: always with an Idempotency-Key."""
-        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-        return self._request(
-            "POST", path, answer, repeatable=True, json=body, headers=headers, params=params
-        )
+        options = {
+            "headers": {"Idempotency-Key": idempotency_key or str(uuid.uuid4())},
+            "params": {"force": "true"} if force else None,
+        }
+        return self._request("POST", path, answer, repeatable=True, json=body, **options)
 
     def _send(
         self,

@@ -154,9 +154,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
         It is the job that has the name when this is called, whatever gets the name meanwhile.
         """
-        for found in self._polled(
-            job_path(job), JobDetail, timeout_s, poll_s, patience_s, _path_of_job
-        ):
+        for found in self._polled(job_path(job), JobDetail, timeout_s, poll_s, patience_s):
             if found.status.is_terminal:
                 return found
         raise TimeoutError(f"job {found.id} is {found.status} after {timeout_s} s")
@@ -320,9 +318,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
     ) -> list[Trace]:
         """Block until everything that a request asked for is written; raises `TraceLost`."""
         deadline = self._clock() + timeout_s
-        for found in self._polled(
-            job_path(job), JobDetail, timeout_s, poll_s, PATIENCE_S, _path_of_job
-        ):
+        for found in self._polled(job_path(job), JobDetail, timeout_s, poll_s):
             # After the job, so that what was written before it ended is found.
             path = job_path(found.id, "traces")
             page = self._get(path, Page[Trace], patience_s=PATIENCE_S, deadline=deadline)
@@ -381,10 +377,6 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
             return self._http.get("/healthz", timeout=2.0).is_success
         except httpx.TransportError:
             return False
-
-
-def _path_of_job(job: JobDetail) -> str:
-    return job_path(job.id)
 
 
 def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from service.client.errors import (
 )
 from service.network import is_loopback
 from service.schemas.common import Page, Problem
+from service.schemas.jobs import JobDetail
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 REQUEST_TIMEOUT_S = 30.0
@@ -237,12 +238,11 @@ class Connection:
         timeout_s: float | None,
         poll_s: float,
         patience_s: float = PATIENCE_S,
-        path_of_found: Callable[[Answer], str] | None = None,
     ) -> Iterator[Answer]:
         """Answers of a path, one every `poll_s`, until `timeout_s` are over.
 
         A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
-        After the first answer it is the path that `path_of_found` makes of it.
+        A job that was named is asked for by its id from then on.
         """
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         is_answered = False
@@ -254,8 +254,8 @@ class Connection:
                     return
                 raise
             is_answered = True
-            if path_of_found is not None:
-                path = path_of_found(found)
+            if isinstance(found, JobDetail):
+                path = job_path(found.id)
             yield found
             left_s = deadline - self._clock()
             if left_s <= 0:

@@ -37,9 +37,7 @@ from service.cli.common import (
     print_line,
 )
 from service.cli.render import plain_table, traces_table
-from service.client.client import ShardloomClient
 from service.client.resources import LogFilters
-from service.domain.timeline import Trace
 from service.schemas.jobs import ExportOut, LogLine
 from service.schemas.wording import age, comparison, size
 from trainer.spec.training import Quantization
@@ -288,7 +286,13 @@ def trace(
     elif out is None:
         console().print(traces_table(written, time.time()))
     if out is not None:
-        _save_traces(client, job, written, out, is_quiet=as_json)
+        for each in written:
+            try:
+                path = client.download_trace(job, each, out)
+            except OSError as error:
+                raise typer.BadParameter(f"cannot write to {out}: {error.strerror}") from None
+            if not as_json:
+                console().print(str(path), soft_wrap=True)
 
 
 def traces(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
@@ -296,15 +300,3 @@ def traces(job: JobArgument, client: Client = HERE, as_json: JsonOption = False)
     found = client.traces(job)
     empty = f"no traces yet; `shardloom trace {job}` records one"
     print_answer(found, traces_table(found, time.time()), as_json=as_json, empty=empty)
-
-
-def _save_traces(
-    client: ShardloomClient, job: str, written: list[Trace], folder: Path, *, is_quiet: bool
-) -> None:
-    for each in written:
-        try:
-            path = client.download_trace(job, each, folder)
-        except OSError as error:
-            raise typer.BadParameter(f"cannot write to {folder}: {error.strerror}") from None
-        if not is_quiet:
-            console().print(str(path), soft_wrap=True)

@@ -195,10 +195,10 @@ def decode(
 ) -> Rows:
     """Decode and check a table; `locate` tells file and row of a row of this table.
 
-    Bad are nulls, ids out of range, NaN or infinite numbers, a scale that is not above 0, a row's
-    weight below 0, a list of weights that is not as long as its ids, and a label other than 0 and
-    1 where the loss is `bce`. The first raises `BadValueError`; with `marks` such rows are marked
-    there, weigh nothing and hold harmless values.
+    Bad are nulls (but a list that is null is empty), ids out of range, NaN or infinite numbers, a
+    scale that is not above 0, a row's weight below 0, a list of weights that is not as long as its
+    ids, and a label other than 0 and 1 where the loss is `bce`. The first raises `BadValueError`;
+    with `marks` such rows are marked there, weigh nothing and hold harmless values.
     """
     found, lists, start = _undecoded(layout, len(table)), [], 0
     of_lists = [column for column in layout.sparse if column.is_list]
@@ -390,16 +390,16 @@ class _Columns:
         return items, offsets
 
     def _array(self, column: InputColumn, *, may_be_null: bool = False) -> pa.Array:
-        """A whole column; null only where it may be."""
+        """A whole column; null only where it may be. A list that is null is an empty one."""
         array = self._part.column(column.name)
         if not array.null_count or may_be_null:
             return array
-        is_null = array.is_null().to_numpy(zero_copy_only=False)
-        self._refuse(np.flatnonzero(is_null), column, None, "a value")
         if column.is_list:
             lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
             offsets = pa.array(offsets_of(lengths.astype(np.int64)))
             return pa.LargeListArray.from_arrays(offsets, array.flatten())
+        is_null = array.is_null().to_numpy(zero_copy_only=False)
+        self._refuse(np.flatnonzero(is_null), column, None, "a value")
         return array if column.encoder is not None else array.fill_null(0)
 
     def _refuse(

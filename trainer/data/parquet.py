@@ -87,7 +87,8 @@ class ParquetSource:
         is_known = len(contents) == len(self._files)
         places = range(1 if is_known else len(self._files))
         footers = list((map if self.folder.is_local else self._pool.map)(self._footer, places))
-        self.schema = self._common_schema(footers)
+        self._stored = self._common_schema(footers)
+        self.schema = as_read(self._stored)
         return contents if is_known else [FileContents.of(footer) for footer in footers]
 
     def _footer(self, place: int) -> pq.FileMetaData:
@@ -165,12 +166,12 @@ class ParquetSource:
             ) from None
         except (pa.ArrowException, OSError, KeyError, IndexError) as error:
             raise _unreadable(file, group, str(error)) from None
-        if table.schema.types != self.schema.types:
+        if table.schema.types != self._stored.types:
             raise _unreadable(file, group, "its columns have other types now")
         if len(table) != self.group_rows[number]:
             rows = f"it has {len(table)} rows, not {self.group_rows[number]} as at the start"
             raise _unreadable(file, group, rows)
-        return table
+        return table if self.schema is self._stored else table.cast(self.schema)
 
     def blank_group(self, number: int) -> pa.Table:
         """As many rows of nothing but null as row group `number` has."""
@@ -214,7 +215,17 @@ def _unreadable(file: Location, group: int, cause: str) -> CorruptFileError:
 
 def read_schema(folder: Location | Path) -> pa.Schema:
     """Names and types of the columns of a folder's first file; reads its footer only."""
-    return read_footer(_parquet_files(Location.parse(folder))[0]).schema.to_arrow_schema()
+    return as_read(read_footer(_parquet_files(Location.parse(folder))[0]).schema.to_arrow_schema())
+
+
+def as_read(stored: pa.Schema) -> pa.Schema:
+    """Booleans are read as the integers 0 and 1, decimals as floats."""
+    for place, field in enumerate(stored):
+        if pa.types.is_boolean(field.type):
+            stored = stored.set(place, field.with_type(pa.uint8()))
+        elif pa.types.is_decimal(field.type):
+            stored = stored.set(place, field.with_type(pa.float64()))
+    return stored
 
 
 def is_data_file(path: str) -> bool:

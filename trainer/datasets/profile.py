@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data.manifest import MANIFEST_NAME, Manifest, read_footer, read_manifest
-from trainer.data.parquet import is_data_file
+from trainer.data.parquet import as_read, is_data_file
 from trainer.data.transforms import Moments
 from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, find_sources
 from trainer.datasets.io.csv_reader import cells_of, read_blocks, whole_rows
@@ -163,7 +163,7 @@ class ColumnSketch:
 
     def _as_numbers(self, values: pl.Series) -> pl.Series | None:
         """The values as numbers, or None where they are none; notes what they are instead."""
-        if values.dtype.is_numeric() and not values.dtype.is_decimal():
+        if values.dtype.is_numeric():
             return values
         if values.dtype != pl.String:
             self._kinds = []
@@ -369,9 +369,11 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
 def _parquet_batches(file: Location) -> Iterator[pl.DataFrame]:
     try:
         with pq.ParquetFile(file.open_input()) as parquet:
+            schema = as_read(parquet.schema_arrow)
             for batch in parquet.iter_batches(_BATCH_ROWS):
                 categories = pl.col(pl.Categorical, pl.Enum)
-                yield pl.DataFrame(pa.table(batch)).with_columns(categories.cast(pl.String))
+                part = pl.DataFrame(pa.table(batch).cast(schema))
+                yield part.with_columns(categories.cast(pl.String))
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(
             f"{file} cannot be read to its end ({error}); was it damaged? Copy it again"

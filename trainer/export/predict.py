@@ -178,10 +178,11 @@ def _is_like(found: pa.DataType, wanted: pa.DataType) -> bool:
         return True
     if pa.types.is_list(wanted):
         return pa.types.is_list(found) and _is_like(found.value_type, wanted.value_type)
+    is_whole = pa.types.is_integer(found) or pa.types.is_boolean(found)
     if pa.types.is_floating(wanted):
-        return pa.types.is_integer(found) or pa.types.is_floating(found)
+        return is_whole or pa.types.is_floating(found)
     if pa.types.is_integer(wanted):
-        return pa.types.is_integer(found)
+        return is_whole
     return found == wanted
 
 

@@ -9,6 +9,7 @@ but a fault of the export (`NotExportable`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +43,7 @@ class TaskError(BaseModel):
     """|export - trainer| of one task's predictions, in the unit of its label.
 
     `trainer_metric` and `export_metric` are both measured here on the same labels: the root mean
-    squared error for `mse`, the log loss for `bce`.
+    squared error for `mse`, the log loss for `bce`, of rows weighed as in training.
     """
 
     mean_abs_error: float
@@ -106,7 +107,8 @@ def measure(
         if split is None:
             raise SourceMissingError("the spec has no validation rows (data.split.validation)")
         pieces = list(_pieces(spec, Location.parse(spec.data.path) / split, max_rows))
-        if not pieces:
+        weights = np.concatenate([[0.0], *(rows.row_weight for _, rows in pieces)])[1:]
+        if not weights.any():
             raise SourceMissingError("there is no validation row that can be used")
         ours = [predictor.predict(table) for table, _ in pieces]
     except DataError as error:
@@ -130,8 +132,8 @@ def measure(
             p99_abs_error=float(np.quantile(errors, 0.99)),
             prediction_std=float(wanted.std()),
             metric=name,
-            trainer_metric=metric(wanted, label),
-            export_metric=metric(found, label),
+            trainer_metric=metric(wanted, label, weights),
+            export_metric=metric(found, label, weights),
         )
     return report
 
@@ -200,13 +202,15 @@ def _label_of(task: TaskSpec, rows: Rows, index: int) -> NDArray[np.float32]:
     return label if task.loss == "bce" else label * rows.scale[:, index] + rows.offset[:, index]
 
 
-def _rmse(predictions: NDArray[np.float32], label: NDArray[np.float32]) -> float:
-    return float(np.sqrt(np.mean((predictions.astype(np.float64) - label) ** 2)))
+def _rmse(predictions: NDArray[Any], label: NDArray[Any], weights: NDArray[Any]) -> float:
+    squares = (predictions.astype(np.float64) - label) ** 2
+    return float(np.sqrt(np.average(squares, weights=weights)))
 
 
-def _log_loss(predictions: NDArray[np.float32], label: NDArray[np.float32]) -> float:
+def _log_loss(predictions: NDArray[Any], label: NDArray[Any], weights: NDArray[Any]) -> float:
     inside = np.clip(predictions.astype(np.float64), 1e-7, 1 - 1e-7)
-    return float(-np.mean(label * np.log(inside) + (1 - label) * np.log(1 - inside)))
+    losses = label * np.log(inside) + (1 - label) * np.log(1 - inside)
+    return -float(np.average(losses, weights=weights))
 
 
 _METRICS = {"mse": ("rmse", _rmse), "bce": ("logloss", _log_loss)}

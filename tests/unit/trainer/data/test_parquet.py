@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from decimal import Decimal
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pytest
 
 from trainer.data import parquet
 from trainer.data.manifest import contents_in
-from trainer.data.parquet import ParquetSource
+from trainer.data.parquet import ParquetSource, read_schema
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
 from trainer.storage import Location
 
@@ -107,6 +108,14 @@ def test_a_byte_that_changed_in_a_prepared_file_is_found(prepared, tmp_path):
     path.write_bytes(content)
     with pytest.raises(CorruptFileError, match="row group 0 cannot be read"):
         source.read([0])
+
+
+def test_booleans_are_integers_and_decimals_floats(tmp_path):
+    columns = {"is_new": [True, None, False], "price": [Decimal("1.50"), Decimal("2.00"), None]}
+    source = ParquetSource(write(tmp_path / "d", one=pa.table(columns)), [*columns])
+    assert source.schema.types == [pa.uint8(), pa.float64()]
+    assert read_schema(tmp_path / "d") == source.schema
+    assert source.read([0]).to_pydict() == {"is_new": [1, None, 0], "price": [1.5, 2.0, None]}
 
 
 def test_the_decoded_size_counts_list_items(tmp_path):

@@ -94,9 +94,6 @@ def test_text_of_numbers_is_taken_for_numbers():
         ("number", ["1", "2"], ["3.5"]),
         ("text", ["1", "2"], ["x3"]),
         ("text", ["a"], ["1"]),
-        # Training reads neither as numbers.
-        ("other", [True, False]),
-        ("other", [Decimal("1.5"), Decimal("2")]),
         ("other", [b"raw"]),
     ):
         assert sketch_of(*parts).kind == kind
@@ -234,13 +231,14 @@ def test_raw_columns_are_suggested_under_their_names_and_numbers_by_what_was_fou
 
 
 def test_no_column_is_suggested_that_training_refuses(tmp_path):
-    frame = pl.DataFrame({"price": [1.5, 2.5], "label": [True, False], "is_new": [True, False]})
-    frame.with_columns(pl.Series("is new?", [0, 1])).write_parquet(tmp_path / "a.parquet")
+    is_true, prices = pa.array([True, False]), pa.array([Decimal("1.5"), Decimal("2.0")])
+    columns = {"price": prices.cast(pa.decimal256(60, 1)), "label": is_true, "is_new": is_true}
+    unread = {"is new?": [0, 1], "image": [b"a", b"b"]}
+    pq.write_table(pa.table(columns | unread), tmp_path / "a.parquet")
     suggestion = inspect(tmp_path)[0].suggestion
-    assert suggestion.label is None
-    assert [feature["name"] for feature in suggestion.features] == ["price"]
-    refused = "left out, neither a number nor text: store it as one"
-    assert {f"label: {refused}", f"is_new: {refused}"} < set(suggestion.notes)
+    assert (suggestion.label, suggestion.loss) == ("label", "bce")
+    assert [feature["name"] for feature in suggestion.features] == ["price", "is_new"]
+    assert "image: left out, neither a number nor text: store it as one" in suggestion.notes
 
 
 def test_bad_files_are_named(tmp_path):

@@ -80,6 +80,16 @@ def test_what_no_64_bits_hold_is_named():
     assert caught.value.column == "user"
 
 
+def test_true_and_false_are_the_integers_that_they_are_in_training():
+    layout = scoring_layout(HASHED, Path("unused"))
+    as_numbers, as_booleans = (
+        [ROW | {"colour": colour, "age": age} for colour, age in rows]
+        for rows in ([(1, 0), (0, 1)], [(True, False), (False, True)])
+    )
+    wanted = table_of_dicts(as_numbers, layout, {"colour": "integer"})
+    assert table_of_dicts(as_booleans, layout, {"colour": "integer"}) == wanted
+
+
 def test_dense_integers_are_rounded_and_not_refused():
     spec, large = make_spec(Path("unused")), [2**53 + 1, 2**60 + 1, BIG]
     layout = scoring_layout(spec, Path("unused"))

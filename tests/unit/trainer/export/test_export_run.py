@@ -126,10 +126,12 @@ def test_tasks_of_dcn_v2_come_in_their_own_units_and_need_no_data_of_the_job(
         np.testing.assert_allclose(values, wanted[task], rtol=0, atol=3e-2)
 
 
-def test_a_probability_is_compared_with_the_class_whatever_made_that_of_the_label(
+def test_a_probability_is_compared_with_the_class_by_the_weights_of_training(
     data: Path, tmp_path: Path
 ) -> None:
-    run_dir = write_run(tmp_path / "run", make_spec(data, model=DCN), 3)
+    document = spec_document(data, model=DCN)
+    document["data"]["weight_column"] = "price"
+    run_dir = write_run(tmp_path / "run", validate_spec(document), 3)
     report = export(run_dir, tmp_path / "out", quantize="none")
     predictor, table = Predictor(tmp_path / "out"), rows()
     assert {"mean", "spread"} == {"mean", "spread", "low", "gap"} & set(
@@ -137,7 +139,8 @@ def test_a_probability_is_compared_with_the_class_whatever_made_that_of_the_labe
     )
     found = predictor.predict(table)["liked"].astype(np.float64)
     is_liked = table["liked"].to_numpy() > 0
-    wanted = -np.log(np.where(is_liked, found, 1 - found)).mean()
+    losses = -np.log(np.where(is_liked, found, 1 - found))
+    wanted = np.average(losses, weights=table["price"].to_numpy())
     assert report.tasks["liked"].export_metric == pytest.approx(wanted, abs=1e-6)
     assert report.tasks["liked"].trainer_metric == pytest.approx(wanted, abs=1e-4)
 

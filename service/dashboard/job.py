@@ -24,16 +24,10 @@ from service.dashboard.panels import (
     TracePanel,
 )
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import (
-    MOUNT_PATH,
-    link_button,
-    may_submit,
-    not_found,
-    page_frame,
-    panel,
-)
+from service.dashboard.shell import MOUNT_PATH, link_button, not_found, page_frame, panel
 from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, Points, load_job, read_points
 from service.db.jobs import JobStore
+from service.domain.auth import Role
 from service.domain.models import Checkpoint, Job, MetricPoint
 from service.errors import JobNotFound, StorageUnavailable, StoreUnavailable
 
@@ -144,7 +138,7 @@ class JobPage:
             with ui.element("div").classes("course-buttons"):
                 job_id = self._snapshot.job.id
                 link_button("Compare", f"{MOUNT_PATH}/compare?jobs={job_id}")
-                if may_submit(self._rest):
+                if self._rest.reader().may_somewhere(Role.SUBMITTER):
                     link_button("New from this", f"{MOUNT_PATH}/new?source={job_id}")
                 self._panel(ActionsPanel)
         self._progress = ui.html(sanitize=False).classes("panel progress-panel")

@@ -18,8 +18,9 @@ from nicegui import events, ui
 from service.dashboard import fragments, spec_text
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, go_to, may_submit, not_found, page_frame, panel
+from service.dashboard.shell import MOUNT_PATH, go_to, not_found, page_frame, panel
 from service.dashboard.sweeps import SearchForm, options_of
+from service.domain.auth import Role
 from service.domain.timeline import counted
 from service.jobs.actions import spec_of_clone
 from service.schemas.jobs import JobDetail, JobPlan
@@ -94,7 +95,7 @@ class NewJobPage:
         self._inputs: dict[str, ui.input | ui.select] = {}
 
     async def build(self) -> None:
-        if not may_submit(self._rest):
+        if not self._rest.reader().may_somewhere(Role.SUBMITTER):
             why = "It needs the role submitter in a project."
             not_found(self._rest, "You may not submit jobs", why)
             return

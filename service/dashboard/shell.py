@@ -10,7 +10,6 @@ from nicegui import ui
 
 from service.api.authentication import SESSION_COOKIE
 from service.dashboard.rest import Rest
-from service.domain.auth import Role
 
 STATIC_DIR = Path(__file__).parent / "static"
 MOUNT_PATH = "/dashboard"
@@ -50,10 +49,6 @@ def page_frame(title: str, rest: Rest) -> Iterator[None]:
         _theme_switch()
     with ui.element("div").classes("page"):
         yield
-
-
-def may_submit(rest: Rest) -> bool:
-    return rest.reader().may_somewhere(Role.SUBMITTER)
 
 
 def _account_menu(rest: Rest) -> None:

@@ -13,14 +13,7 @@ from service.dashboard import charts, fragments
 from service.dashboard.job import ChartBox
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import (
-    MOUNT_PATH,
-    link_button,
-    may_submit,
-    not_found,
-    page_frame,
-    panel,
-)
+from service.dashboard.shell import MOUNT_PATH, link_button, not_found, page_frame, panel
 from service.dashboard.spec_text import flow
 from service.domain.auth import Role
 from service.domain.sweeps import SweepStatus
@@ -126,7 +119,7 @@ class SweepsPage:
             with ui.element("div").classes("list-head"):
                 ui.html("<h1>Sweeps</h1>", sanitize=False)
                 ui.element("span").classes("grow")
-                if may_submit(self._rest):
+                if self._rest.reader().may_somewhere(Role.SUBMITTER):
                     link_button("New sweep", f"{MOUNT_PATH}/new", "primary")
             self._body = ui.element("div").classes("stack")
         await self.refresh()

@@ -74,7 +74,8 @@ class Backend(Protocol):
         return None
 
     def close(self) -> None:
-        """Release connections."""
+        """Release connections, where there are any."""
+        return None
 
 
 class ClusterWatch:

@@ -43,7 +43,6 @@ from service.cli.submit import (
 from service.client.client import ShardloomClient
 from service.domain.sweeps import SweepStatus
 from service.schemas.sweeps import (
-    Direction,
     Search,
     SweepDetail,
     SweepSummary,
@@ -74,8 +73,12 @@ def sweep(
     trials: Annotated[int, typer.Option(min=1, help="How many in all.")] = 20,
     parallel: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 4,
     maximize: Annotated[
-        bool, typer.Option("--maximize/--minimize", help="Whether more of the metric is better.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--maximize/--minimize",
+            help="Whether more of the metric is better; by default so for auc and the like.",
+        ),
+    ] = None,
     search: Annotated[Search, typer.Option(help="tpe, random or grid.")] = "tpe",
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same choices.")] = 0,
     stop_early: Annotated[
@@ -105,7 +108,7 @@ def sweep(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--vary") from None
     archive = pack_code(code)
-    direction: Direction = "maximize" if maximize else "minimize"
+    direction = None if maximize is None else "maximize" if maximize else "minimize"
     found = client.create_sweep(
         with_code(document, archive, client),
         parameters,

@@ -21,6 +21,7 @@ from service.db.jobs import JobStore
 from service.domain.auth import Principal
 from service.domain.membership import sizes_of_job
 from service.domain.models import Attempt, Job, MetricPoint
+from service.domain.sweeps import direction_of
 from service.errors import JobNotFound
 from service.jobs.submit import find_job
 from service.schemas import wording
@@ -33,8 +34,6 @@ _COLOURS = (
     *("#9aa4f2", "#f0b97c", "#77c7c3", "#e79fac"),
 )
 _AXES = {"step": "steps", "rows": "rows", "hours": "hours"}
-# Of these metrics a greater value is better; of all others a smaller one.
-_GREATER = ("auc", "accuracy", "ndcg", "recall", "rows_per_s", "steps_per_s")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def places(compared: Compared, points: Sequence[MetricPoint], axis: str) -> list
 
 def best_of(name: str, points: Sequence[MetricPoint]) -> float | None:
     """The best finite value of a metric, over all of its points."""
-    is_greater = any(word in name for word in _GREATER)
+    is_greater = direction_of(name) == "maximize"
     values = [point.max if is_greater else point.min for point in points]
     finite = [value for value in values if math.isfinite(value)]
     return (max if is_greater else min)(finite, default=None)

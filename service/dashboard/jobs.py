@@ -112,7 +112,7 @@ class JobQuery:
             search=self.search.strip(),
             project=self.project or None,
             projects=reader.projects,
-            labels=dict(label.split("=", 1) for label in self.labels if "=" in label),
+            labels=[label.partition("=")[::2] for label in self.labels if "=" in label],
             metrics=[MetricBound.parse(self.metric)] if self.metric.strip() else (),
         )
 

@@ -31,7 +31,11 @@ _SEARCH_HINT = (
     "One a line, KEY=RANGE, as in optimizer.sparse.lr=log:0.01..0.3 or "
     "parallelism.sync.every_steps=1,4,16. With any, a sweep begins; each of its trials is a job."
 )
-_DIRECTIONS = {"minimize": "less is better", "maximize": "more is better"}
+_DIRECTIONS = {
+    "": "as the metric is",
+    "minimize": "less is better",
+    "maximize": "more is better",
+}
 
 
 class SearchForm:
@@ -48,9 +52,7 @@ class SearchForm:
                 self._ranges = dressed(ui.textarea(label="fields to search")).props("autogrow")
                 self._ranges.classes("search-ranges")
                 self._metric = dressed(ui.input(label="metric"))
-                self._direction = dressed(
-                    ui.select(_DIRECTIONS, label="direction", value="minimize")
-                )
+                self._direction = dressed(ui.select(_DIRECTIONS, label="direction", value=""))
                 self._search = dressed(ui.select([*get_args(Search)], label="search", value="tpe"))
                 self._trials, self._parallel, self._stop = (
                     dressed(ui.number(label=label, value=value, min=1, precision=0))
@@ -80,7 +82,7 @@ class SearchForm:
         return {
             "parameters": parameters,
             "metric": (self._metric.value or "").strip() or default,
-            "direction": self._direction.value,
+            "direction": self._direction.value or None,
             "search": self._search.value,
             "num_trials": int(self._trials.value or 1),
             "num_parallel": int(self._parallel.value or 1),
@@ -95,7 +97,7 @@ def options_of(search: Mapping[str, Any] | None) -> list[str]:
     found = [f"--vary {shlex.quote(_range_text(each))}" for each in search["parameters"]]
     found += [f"--metric {shlex.quote(search['metric'])}", f"--search {search['search']}"]
     found += [f"--trials {search['num_trials']} --parallel {search['num_parallel']}"]
-    found += ["--maximize"] if search["direction"] == "maximize" else []
+    found += [f"--{search['direction']}"] if search["direction"] else []
     stopping = search["early_stopping"]
     return [*found, *([f"--stop-early {stopping['min_steps']}"] if stopping else [])]
 

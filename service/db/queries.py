@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -118,7 +118,7 @@ class JobFilter:
     search: str = ""
     project: str | None = None
     projects: Collection[str] | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Sequence[tuple[str, str]] = ()
     metrics: Collection[MetricBound] = ()
     created_after: float | None = None
     created_before: float | None = None
@@ -165,7 +165,7 @@ def _walk(wanted: JobFilter, kind: Kind, limit: int) -> Select[Any]:
 
 def _walk_label(wanted: JobFilter, kind: Kind, limit: int) -> Select[Any]:
     """The same along the first label; the others are looked up job by job."""
-    (key, value), *others = wanted.labels.items()
+    (key, value), *others = wanted.labels
     job_id = job_labels.c.job_id
     query = select(job_id.label("id")).where(
         job_labels.c.key == key, job_labels.c.value == value, *_bounds(wanted, job_id)

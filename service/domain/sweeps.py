@@ -21,8 +21,17 @@ from typing import Any, Literal
 
 from service.domain.models import DEFAULT_PROJECT, Job, JobStatus
 
+Direction = Literal["minimize", "maximize"]
+# Of metrics whose names begin so, a greater value is better; of all others a smaller one.
+_GREATER_IS_BETTER = ("auc", "accuracy", "ndcg", "recall", "rows_per_s", "steps_per_s")
 # A sweep of which so many trials failed, and none did not, is faulty itself.
 MAX_FAILURES = 5
+
+
+def direction_of(metric: str) -> Direction:
+    """Which values of a metric are the better ones, by its name."""
+    name = metric.rpartition("/")[2]
+    return "maximize" if name.startswith(_GREATER_IS_BETTER) else "minimize"
 
 
 class SweepStatus(StrEnum):
@@ -88,7 +97,7 @@ class Sweep:
     num_trials: int
     created_at: float
     project: str = DEFAULT_PROJECT
-    direction: Literal["minimize", "maximize"] = "minimize"
+    direction: Direction = "minimize"
     search: Literal["tpe", "random", "grid"] = "tpe"
     num_parallel: int = 4
     seed: int = 0

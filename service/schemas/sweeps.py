@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from service.domain.models import JobStatus
-from service.domain.sweeps import Parameter, SweepStatus
+from service.domain.sweeps import Direction, Parameter, SweepStatus
 from service.schemas.common import ApiModel, RequestModel, Value
 from service.schemas.jobs import Secrets
 from trainer.protocol.events import METRIC_NAME_PATTERN
@@ -17,7 +17,6 @@ from trainer.spec.base import MAX_INTEGER
 from trainer.spec.parse import parse_document
 
 Search = Literal["tpe", "random", "grid"]
-Direction = Literal["minimize", "maximize"]
 MetricName = Annotated[str, StringConstraints(max_length=255, pattern=METRIC_NAME_PATTERN)]
 _MAX_TRIALS = 1000
 _MAX_VALUES = 500
@@ -97,7 +96,9 @@ class CreateSweep(RequestModel):
     spec: dict[str, Any]
     parameters: list[ParameterSpec] = Field(min_length=1, max_length=50)
     metric: MetricName = Field(examples=["validation/ne"])
-    direction: Direction = "minimize"
+    direction: Direction | None = Field(
+        default=None, description="By default `maximize` for auc and the like, else `minimize`."
+    )
     search: Search = "tpe"
     num_trials: int = Field(default=20, ge=1, le=_MAX_TRIALS)
     num_parallel: int = Field(default=4, ge=1, le=_MAX_TRIALS, description="Trials at a time.")

@@ -20,7 +20,7 @@ from service.api.deps import (
     current_rule,
 )
 from service.api.views import sweep_detail, sweep_summary
-from service.domain.sweeps import EarlyStopping, Sweep, new_sweep_id
+from service.domain.sweeps import EarlyStopping, Sweep, direction_of, new_sweep_id
 from service.errors import SweepNotFound
 from service.jobs.submit import check_data, with_table_sizes
 from service.schemas.common import Page
@@ -71,7 +71,7 @@ def create_sweep(
         spec=spec.model_dump(mode="json", exclude_none=True),
         parameters=tuple(each.parameter for each in body.parameters),
         metric=body.metric,
-        direction=body.direction,
+        direction=body.direction or direction_of(body.metric),
         search=body.search,
         num_trials=body.num_trials,
         num_parallel=body.num_parallel,

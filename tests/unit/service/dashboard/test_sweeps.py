@@ -84,4 +84,5 @@ def test_the_command_for_a_search_reads_back_as_it() -> None:
     varied = [word for before, word in itertools.pairwise(words) if before == "--vary"]
     assert [*map(parameter_of, varied)] == search["parameters"]
     assert " ".join(words).endswith("--trials 6 --parallel 2 --maximize --stop-early 100")
+    assert "--maximize" not in options_of(search | {"direction": None})
     assert options_of({}) == []

@@ -113,7 +113,7 @@ def test_the_address_of_the_list_holds_its_filters_and_never_those_of_other_proj
         after="job-7",
         statuses=query.statuses,
         search="night",
-        labels={"team": "ads"},
+        labels=[("team", "ads")],
         metrics=[MetricBound("validation/rmse", "<", 0.9)],
     )
     viewer = Principal("key:x", "key", {"ads": Role.VIEWER})

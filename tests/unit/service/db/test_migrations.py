@@ -170,7 +170,8 @@ def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_u
     with store.engine.connect() as connection:
         bounds = connection.execute(select(metric_names.c.num_points, metric_names.c.oldest_at))
         assert bounds.one() == (3, NOW)
-    assert [found.id for found in store.list_jobs(JobFilter(labels={"team": "ads"}))[0]] == [job.id]
+    wanted = JobFilter(labels=[("team", "ads")])
+    assert [found.id for found in store.list_jobs(wanted)[0]] == [job.id]
     assert store.get_job(job.id).queued_at == job.created_at
     store.close()
 

@@ -324,7 +324,7 @@ def test_no_list_reads_all_jobs(tmp_path: Path) -> None:
         {"name": "tiny"},
         {"projects": ["p", "q"]},
         {"project": "p", "statuses": [JobStatus.FAILED, JobStatus.QUEUED]},
-        {"labels": {"a": "b", "c": "d"}, "statuses": [JobStatus.FAILED]},
+        {"labels": [("a", "b"), ("c", "d")], "statuses": [JobStatus.FAILED]},
         {"created_after": NOW, "created_before": NOW + 9},
         {"created_before": NOW, "name": "tiny", "after": "job-x"},
     ]

@@ -155,7 +155,7 @@ def test_a_pass_that_is_cut_off_anywhere_doubles_and_loses_nothing(
         if api.http.get(f"/v1/sweeps/{sweep_id}").json()["status"] == "COMPLETED":
             break
     pass_over()
-    jobs, _ = api.store.list_jobs(JobFilter(labels={"sweep": sweep_id}))
+    jobs, _ = api.store.list_jobs(JobFilter(labels=[("sweep", sweep_id)]))
     assert sorted(job.spec.labels["trial"] for job in jobs) == ["0", "1", "2", "3"]
     found = api.http.get(f"/v1/sweeps/{sweep_id}").json()
     assert found["status"] == "COMPLETED"
@@ -357,6 +357,8 @@ def test_the_sdk_creates_lists_cancels_and_forgets(client, api):
     assert client.get_job(found.trials[0].job_id).status is JobStatus.CANCELLED
     with pytest.raises(InvalidRequest):
         client.create_sweep(spec_document(), [], metric=METRIC)
+    for metric, better in (("validation/click/auc", "maximize"), (METRIC, "minimize")):
+        assert client.create_sweep(spec_document(), [EVERY], metric=metric).direction == better
 
 
 def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(client, api, tmp_path):

@@ -75,7 +75,7 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release connections, where there are any."""
-        return None
+        return
 
 
 class ClusterWatch:

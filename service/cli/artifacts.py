@@ -95,10 +95,7 @@ def export(
         if not as_json:
             print_hint(f"export {asked.id} is asked for")
         made = client.wait_for_export(job, asked.id)
-        try:
-            client.download_export(job, asked.id, to)
-        except OSError as error:
-            raise typer.BadParameter(f"cannot write to {to}: {error.strerror or error}") from None
+        client.download_export(job, asked.id, to)
     if as_json:
         print_json(made)
     else:
@@ -208,10 +205,7 @@ def logs(
         "tail": tail,
     }
     if download is not None:
-        try:
-            path = client.download_logs(job, download, attempt=attempt)
-        except OSError as error:
-            raise typer.BadParameter(f"cannot write {download}: {error.strerror}") from None
+        path = client.download_logs(job, download, attempt=attempt)
         console().print(str(path), soft_wrap=True)
     elif as_json and not follow:
         print_json(client.read_logs(job, **wanted))
@@ -287,10 +281,7 @@ def trace(
         console().print(traces_table(written, time.time()))
     if out is not None:
         for each in written:
-            try:
-                path = client.download_trace(job, each, out)
-            except OSError as error:
-                raise typer.BadParameter(f"cannot write to {out}: {error.strerror}") from None
+            path = client.download_trace(job, each, out)
             if not as_json:
                 console().print(str(path), soft_wrap=True)
 

@@ -246,6 +246,11 @@ class ErrorReportingGroup(TyperGroup):
                 isinstance(error, errors.ProblemError) and error.status < 500
             )
             raise typer.Exit(REFUSED if is_refused else UNAVAILABLE) from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            error_console().print(_message(f"{error.filename}: {error.strerror}"))
+            raise typer.Exit(REFUSED) from error
 
 
 def describe(error: Exception) -> RenderableType:

@@ -180,10 +180,7 @@ def best(
     if to is None:
         typer.echo(text, nl=False)
     else:
-        try:
-            to.write_text(text)
-        except OSError as error:
-            raise typer.BadParameter(f"cannot write {to}: {error.strerror}") from None
+        to.write_text(text)
 
 
 @sweeps_app.command()

@@ -6,6 +6,7 @@ sent once; all others are repeated while the service is away. Errors: `service.c
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tarfile
 import uuid
@@ -123,9 +124,9 @@ class ExportCalls(Connection):
         OSError (FileExistsError where `to` exists).
         """
         if to.exists():
-            raise FileExistsError(f"{to} exists already")
+            raise FileExistsError(errno.EEXIST, "exists already", str(to))
         to.parent.mkdir(parents=True, exist_ok=True)
-        staging = to.with_name(f".{to.name}.{uuid.uuid4().hex[:8]}.partial")
+        staging = to.absolute().with_name(f".{to.name}.{uuid.uuid4().hex[:8]}.partial")
         staging.mkdir()
         tar = staging.with_suffix(".tar")
         try:

@@ -401,7 +401,7 @@ class Connection:
 
 
 def _save(response: httpx.Response, target: Path) -> None:
-    partial = target.with_name(f"{target.name}.partial")
+    partial = target.absolute().with_name(f"{target.name}.partial")
     try:
         with partial.open("wb") as file:
             file.writelines(response.iter_bytes())

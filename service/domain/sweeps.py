@@ -55,8 +55,8 @@ class Parameter:
 
     path: str
     values: tuple[Any, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
+    low: int | float = 0.0
+    high: int | float = 0.0
     is_integer: bool = False
     is_log: bool = False
 

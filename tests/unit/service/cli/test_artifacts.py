@@ -55,7 +55,7 @@ def test_trace_out_saves_the_files_once_they_are_written(
     assert result.stdout.split() == [str(path) for path in saved]
     assert [path.read_bytes() for path in saved] == [b"\x1f\x8b"] * 2
     refused = shardloom("trace", "ratings", "--out", str(saved[0]))
-    assert (refused.exit_code, "cannot write to" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "File exists" in refused.stderr) == (2, True)
 
 
 def test_a_trace_that_never_comes_is_an_error(service: FakeService) -> None:
@@ -136,6 +136,9 @@ def test_all_logs_are_saved_to_a_file(service: FakeService, tmp_path: Path) -> N
     done = shardloom("logs", "ratings", "--download", str(target))
     assert (done.exit_code, target.exists()) == (0, True)
     assert service.requests[0].url.path == "/v1/jobs/ratings/logs:download"
+    for name, problem in (("x" * 300, "File name too long"), ("", "directory"), (".", "directory")):
+        refused = shardloom("logs", "ratings", "--download", name)
+        assert (refused.exit_code, problem in " ".join(refused.stderr.split())) == (2, True)
     assert shardloom("logs", "nobody", "--download", str(tmp_path / "other")).exit_code != 0
     assert list(tmp_path.iterdir()) == [target]
 

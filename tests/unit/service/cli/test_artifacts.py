@@ -136,9 +136,9 @@ def test_all_logs_are_saved_to_a_file(service: FakeService, tmp_path: Path) -> N
     done = shardloom("logs", "ratings", "--download", str(target))
     assert (done.exit_code, target.exists()) == (0, True)
     assert service.requests[0].url.path == "/v1/jobs/ratings/logs:download"
-    for name, problem in (("x" * 300, "File name too long"), ("", "directory"), (".", "directory")):
+    for name in ("x" * 300, ".", ""):
         refused = shardloom("logs", "ratings", "--download", name)
-        assert (refused.exit_code, problem in " ".join(refused.stderr.split())) == (2, True)
+        assert (refused.exit_code, ".partial: " in refused.stderr) == (2, True)
     assert shardloom("logs", "nobody", "--download", str(tmp_path / "other")).exit_code != 0
     assert list(tmp_path.iterdir()) == [target]
 

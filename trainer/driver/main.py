@@ -60,7 +60,7 @@ from trainer.layout.plans import PlanSite, why_not_held
 from trainer.protocol import events
 from trainer.protocol.mirror import MirrorThread
 from trainer.protocol.outbox import EventWriter, OutboxPoster
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir, write_whole
 from trainer.protocol.versions import check_versions, installed_versions
 from trainer.sinks.base import Feed
 from trainer.sinks.manager import open_sinks
@@ -208,7 +208,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     if choice:
         spec = spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
     # An export years later must not depend on what the data says by then.
-    context.files.resolved_spec_path.write_text(spec.model_dump_json(), encoding="utf-8")
+    write_whole(context.files.resolved_spec_path, spec.model_dump_json().encode())
     writer.write(
         events.AttemptStarted(
             time=time.time(),

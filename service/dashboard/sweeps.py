@@ -32,7 +32,7 @@ _SEARCH_HINT = (
     "parallelism.sync.every_steps=1,4,16. With any, a sweep begins; each of its trials is a job."
 )
 _DIRECTIONS = {
-    "": "as the metric is",
+    "": "by the metric",
     "minimize": "less is better",
     "maximize": "more is better",
 }

@@ -304,6 +304,16 @@ def test_storage_that_is_away_delays_trials_and_keeps_no_sweep_from_ending(api, 
     assert len(trials_of(api, kept)) == 6
 
 
+def test_large_whole_numbers_are_searched_as_they_are(api, create):
+    low, high = 2**63 - 2, 2**63 - 1
+    largest = {"path": "checkpoint.every_steps", "low": low, "high": high}
+    sweep_id = create(parameters=[largest], num_trials=1)
+    runner_of(api).poll()
+    (trial,) = trials_of(api, sweep_id)
+    assert trial["values"]["checkpoint.every_steps"] in (low, high)
+    assert trial["job_id"], trial["message"]
+
+
 def test_values_that_are_not_legal_together_cost_one_trial(api, create):
     # Each by itself is fine with what the spec has for the other.
     sweep_id = create(num_trials=2, num_parallel=2)

@@ -142,9 +142,10 @@ def up(
     try:
         for _ in range(hosts - 1):
             console().print(Text(f"host {stack.add_host()} joined", style="dim"))
-    except (KeyboardInterrupt, StackError):
-        # A Ray that was there before may run jobs.
-        if before is None or before.ray is None or before.ray != state.ray:
+    except (KeyboardInterrupt, StackError) as error:
+        was_there = before is not None and before.ray is not None and before.ray == state.ray
+        # A Ray that was there before may run jobs; but Ctrl-C stops whatever is not detached.
+        if not was_there or (isinstance(error, KeyboardInterrupt) and not detach):
             stack.down(_print_dim, only=state)
         raise
     _print_addresses(home, state)

@@ -274,6 +274,10 @@ def test_hosts_that_do_not_start_end_no_ray_that_was_there_before(monkeypatch, h
     monkeypatch.setattr(LocalStack, "add_host", Mock(side_effect=StackError("did not join")))
     assert shardloom("up", "--hosts", "2").exit_code == 3
     assert home.read_state() == kept
+    monkeypatch.setattr(LocalStack, "add_host", Mock(side_effect=KeyboardInterrupt))
+    for options, left in (("--detach",), kept), ((), None):
+        assert shardloom("up", "--hosts", "2", *options).exit_code != 0
+        assert home.read_state() == left, "Ctrl-C stops what is not detached"
 
 
 def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monkeypatch):

@@ -113,8 +113,7 @@ def build_user_model(spec: JobSpec, device: torch.device) -> UserRecommender:
     _check_tables(network, spec, module)
     # Collectives take a tensor's memory as one piece, which that of a view may not be.
     for tensor in (*network.parameters(), *network.buffers()):
-        if not tensor.is_contiguous():
-            tensor.data = tensor.data.clone()
+        tensor.data = tensor.data.contiguous()
     return UserRecommender(network, module, spec.model.tasks)
 
 

@@ -367,7 +367,7 @@ def prepare_movielens_command(
 
     Paths may be s3:// or gs:// URLs. Run again after a kill, it goes on where it was.
     """
-    if len(delimiter.encode()) != 1:
+    if len(delimiter) != 1 or not delimiter.isascii():
         message = f"{delimiter!r} is not one character of ASCII"
         raise typer.BadParameter(message, param_hint="--delimiter")
     from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens

@@ -61,7 +61,7 @@ def test_bad_data_and_options_exit_with_2_and_a_message_on_stderr(tmp_path):
         (("prepare", "criteo", day, out), f"{day}, line 1: 1 tab-separated columns, not 40"),
         (("inspect", tmp_path / "absent"), "absent is missing"),
         (("prepare", "movielens", tmp_path, out, "--validation-fraction", 1.5), "-fraction"),
-        (("prepare", "movielens", tmp_path, out, "--delimiter", "§"), "one character of ASCII"),
+        (("prepare", "movielens", tmp_path, out, "--delimiter", "\udcff"), "one character of"),
         (("prepare", "criteo", day, out, "--seed", 2**32), "4294967295"),
         (("prepare", "criteo", day, "/"), f"/ holds {day}, which is read"),
         (("generate", "movielens", "s3://bucket/out"), "s3://bucket/out is remote"),

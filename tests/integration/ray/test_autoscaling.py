@@ -197,7 +197,7 @@ class GrowingRay:
         return self._live_addresses() - {NODE_IP}
 
     def _live_addresses(self) -> set[str]:
-        return {node.address for node in RayState(self.url, self.token).live_nodes() or ()}
+        return {*(RayState(self.url, self.token).live_nodes() or {}).values()}
 
     def kill(self, address: str) -> None:
         assert self._head is not None

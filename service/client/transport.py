@@ -374,10 +374,10 @@ class Connection:
         given = {key: value for key, value in (params or {}).items() if value is not None}
         try:
             request = self._http.build_request(method, path, params=given, **content)
-        except (TypeError, ValueError) as error:
+        except (httpx.InvalidURL, TypeError, ValueError) as error:
             raise _refusal(
                 f"the request cannot be written ({error}); leave out binary values, sets, .nan, "
-                ".inf and texts that are no UTF-8"
+                ".inf, texts that are no UTF-8 and names of more than 64 KiB"
             ) from None
         try:
             with closing(self._http.send(request, stream=True)) as response:

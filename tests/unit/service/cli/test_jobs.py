@@ -170,7 +170,8 @@ def test_a_value_that_no_request_can_hold_is_refused(service, spec_file, value):
         result = shardloom(*command, "--set", f"name={value}")
         assert (result.exit_code, "leave out" in result.stderr) == (2, True), result.output
     for command in (("logs", "ratings", "--grep"), ("logs", "ratings", "-f", "--grep")):
-        assert shardloom(*command, "\udcff").exit_code == 2
+        for pattern in ("\udcff", "x" * 2**16):
+            assert shardloom(*command, pattern).exit_code == 2
     assert service.submitted == []
 
 

@@ -34,6 +34,7 @@ from trainer.data.decode import (
     decode,
     layout_of,
 )
+from trainer.data.parquet import as_read
 from trainer.data.rows import IdLists, Rows, SparseIds, concat_rows
 from trainer.data.transforms import VocabularyEncoder, load_vocabulary
 from trainer.errors import BadValueError, DataError
@@ -105,6 +106,7 @@ def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
     columns = input_columns(layout)
     if missing := [name for name in columns if name not in table.column_names]:
         raise BadRow(0, missing[0], f"there is no such column; needed are {', '.join(columns)}")
+    table = table.cast(as_read(table.schema))
     labels = pa.array(np.zeros(len(table), np.float32))
     check_schema(layout, table.schema.append(pa.field(_LABEL.name, labels.type)), "the table")
     table = table.select(list(columns)).append_column(_LABEL.name, labels)
@@ -180,7 +182,7 @@ def _is_like(found: pa.DataType, wanted: pa.DataType) -> bool:
         return pa.types.is_list(found) and _is_like(found.value_type, wanted.value_type)
     is_whole = pa.types.is_integer(found) or pa.types.is_boolean(found)
     if pa.types.is_floating(wanted):
-        return is_whole or pa.types.is_floating(found)
+        return is_whole or pa.types.is_floating(found) or pa.types.is_decimal(found)
     if pa.types.is_integer(wanted):
         return is_whole
     return found == wanted

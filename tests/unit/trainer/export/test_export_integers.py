@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,24 @@ def test_what_no_64_bits_hold_is_named():
     assert caught.value.column == "user"
 
 
-def test_true_and_false_are_the_integers_that_they_are_in_training():
+def test_booleans_and_decimals_are_the_numbers_that_they_are_in_training():
     layout = scoring_layout(HASHED, Path("unused"))
-    as_numbers, as_booleans = (
-        [ROW | {"colour": colour, "age": age} for colour, age in rows]
-        for rows in ([(1, 0), (0, 1)], [(True, False), (False, True)])
+    as_numbers, as_given = (
+        [ROW | dict(zip(("colour", "age", "price"), row, strict=True)) for row in rows]
+        for rows in (
+            [(1, 0, 1.5), (0, 1, 2.0)],
+            [(True, False, Decimal("1.5")), (False, True, Decimal("2.0"))],
+        )
     )
     wanted = table_of_dicts(as_numbers, layout, {"colour": "integer"})
-    assert table_of_dicts(as_booleans, layout, {"colour": "integer"}) == wanted
+    assert table_of_dicts(as_given, layout, {"colour": "integer"}) == wanted
+    given, wanted = wanted, rows_of_table(wanted, layout)
+    for name in ("colour", "age", "price"):
+        values = pa.array([row[name] for row in as_given])
+        given = given.set_column(given.schema.get_field_index(name), name, values)
+    found = rows_of_table(given, layout)
+    assert found.dense.tolist() == wanted.dense.tolist()
+    assert found.sparse.singles.tolist() == wanted.sparse.singles.tolist()
 
 
 def test_dense_integers_are_rounded_and_not_refused():

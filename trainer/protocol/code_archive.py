@@ -108,8 +108,8 @@ def pack_upload(name: str, data: bytes) -> bytes:
                 files[entry.filename] = _content(given, entry, MAX_UNPACKED_BYTES - num_bytes)
                 num_bytes += len(files[entry.filename])
     with zipfile.ZipFile(kept, "w") as archive:
-        for path, content in files.items():
-            _add(archive, path, content)
+        for path in sorted(files, key=lambda each: each.split("/")):  # the order of `_files`
+            _add(archive, path, files[path])
     return kept.getvalue()
 
 

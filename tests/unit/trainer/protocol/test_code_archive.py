@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import stat
 import sys
@@ -107,8 +108,12 @@ def test_an_upload_is_a_module_or_a_zip_of_a_folder_and_no_bomb(
     ready = zip_of(("code/net.py", b"WIDTH = 8"))
     assert code_archive.pack_upload("code.zip", ready) == ready
     (tmp_path / "net.py").write_bytes(b"WIDTH = 8")
-    for name, data in (("net.py", b"WIDTH = 8"), ("x.zip", zip_of(("net.py", b"WIDTH = 8")))):
-        assert code_archive.pack_upload(name, data) == pack(tmp_path), "the same code has one id"
+    assert code_archive.pack_upload("net.py", b"WIDTH = 8") == pack(tmp_path)
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net/x.py").touch()
+    for files in itertools.permutations([("net.py", b"WIDTH = 8"), ("net/x.py", b"")]):
+        packed = code_archive.pack_upload("x.zip", zip_of(*files))
+        assert packed == pack(tmp_path), "the same code has one id"
     monkeypatch.setattr(code_archive, "MAX_UNPACKED_BYTES", 10)
     with pytest.raises(CodeError, match="holds more than"):
         code_archive.pack_upload("x.zip", zip_of(("a.py", b"123456"), ("b.py", b"123456")))

@@ -247,9 +247,11 @@ class ErrorReportingGroup(TyperGroup):
             )
             raise typer.Exit(REFUSED if is_refused else UNAVAILABLE) from error
         except OSError as error:
-            if error.filename is None:
+            if isinstance(error, ConnectionError):  # of a reader of our output that has gone
                 raise
-            error_console().print(_message(f"{error.filename}: {error.strerror}"))
+            # What fails as it is written, as where a disk is full, has no name.
+            told = (error.filename, error.strerror or str(error))
+            error_console().print(_message(": ".join(str(each) for each in told if each)))
             raise typer.Exit(REFUSED) from error
 
 

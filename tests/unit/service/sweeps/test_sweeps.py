@@ -389,8 +389,9 @@ def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(client, api, 
     assert page.index("0.75") < page.index(trials_of(api, sweep_id)[0]["job_id"])
     best = tmp_path / "best.yaml"
     assert shardloom("sweeps", "best", sweep_id, "--to", str(best)).exit_code == 0
-    refused = shardloom("sweeps", "best", sweep_id, "--to", str(tmp_path))
-    assert (refused.exit_code, "Is a directory" in refused.stderr) == (2, True)
+    for place, problem in ((str(tmp_path), "Is a directory"), ("/dev/full", "No space left")):
+        refused = shardloom("sweeps", "best", sweep_id, "--to", place)
+        assert (refused.exit_code, problem in refused.stderr) == (2, True)
     expected = trials_of(api, sweep_id)[1]["values"]
     assert yaml.safe_load(best.read_text())["optimizer"]["sparse"]["lr"] == pytest.approx(
         expected["optimizer.sparse.lr"]

@@ -73,7 +73,7 @@ def ps(
         statuses=status or (),
         name=name,
         project=project,
-        labels=dict(_split_label(each) for each in label or ()),
+        labels=[_split_label(each) for each in label or ()],
         created_after=_unix_s(since),
         created_before=_unix_s(until),
     )

@@ -64,7 +64,7 @@ class JobFilters(TypedDict, total=False):
     search: str
     metrics: Sequence[str]
     project: str | None
-    labels: Mapping[str, str]
+    labels: Mapping[str, str] | Sequence[tuple[str, str]]
     created_after: float | None
     created_before: float | None
 
@@ -130,7 +130,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         labels, statuses = filters.pop("labels", {}), filters.pop("statuses", ())
         params: dict[str, Any] = {"after": after, "limit": limit, "status": list(statuses)}
         params["metric"] = list(filters.pop("metrics", ()))
-        params |= {"label": [f"{key}={value}" for key, value in labels.items()], **filters}
+        pairs = labels.items() if isinstance(labels, Mapping) else labels
+        params |= {"label": [f"{key}={value}" for key, value in pairs], **filters}
         return self._get("/v1/jobs", Page[JobSummary], params)
 
     def iter_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobSummary]:

@@ -376,11 +376,12 @@ def test_jobs_are_listed_by_project_labels_status_name_and_time(api: Api) -> Non
 
 
 def test_ps_passes_every_filter_on(service: FakeService) -> None:
-    command = ["ps", "--project", "ads", "--label", "team=red", "--label", "tier=1"]
+    labels = ["team=red", "tier=1", "team=blue"]
+    command = ["ps", "--project", "ads", *(f"--label={label}" for label in labels)]
     result = shardloom(*command, "--since", "2026-11-20", "--until", "2026-11-21T12:00:00")
     assert result.exit_code == 0, result.output
     asked = service.requests[-1].url.params
-    assert (asked["project"], asked.get_list("label")) == ("ads", ["team=red", "tier=1"])
+    assert (asked["project"], asked.get_list("label")) == ("ads", labels)
     passed_s = float(asked["created_before"]) - float(asked["created_after"])
     assert passed_s == 36 * 3600
     refused = shardloom("ps", "--label", "team")

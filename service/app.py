@@ -393,9 +393,11 @@ def bind(host: str, port: int) -> socket.socket:
             (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=takes_both
         )
     except OSError as error:
+        # `create_server` adds the address, which is told already.
+        reason = str(error.strerror or error).partition(" (while")[0]
         raise ServiceError(
-            f"cannot listen on {host}:{port} ({error.strerror or error}); is another service "
-            "running? Stop it or set SHARDLOOM_PORT to a free port"
+            f"cannot listen on {host}:{port} ({reason}); is another service running? Stop it or "
+            "set SHARDLOOM_PORT to a free port"
         ) from error
 
 

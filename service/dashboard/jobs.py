@@ -176,6 +176,7 @@ class ListFeed:
             if len(found) > 1:
                 break
         with self._lock:
+            self._sparks.pop(job.id, None)  # the newest of all again
             self._sparks[job.id] = job.progress.step, spark_path(found)
             while len(self._sparks) > _MAX_SPARKS:
                 self._sparks.popitem(last=False)

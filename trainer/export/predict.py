@@ -106,7 +106,8 @@ def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
     columns = input_columns(layout)
     if missing := [name for name in columns if name not in table.column_names]:
         raise BadRow(0, missing[0], f"there is no such column; needed are {', '.join(columns)}")
-    table = table.cast(as_read(table.schema))
+    if (schema := as_read(table.schema)) != table.schema:
+        table = table.cast(schema)
     labels = pa.array(np.zeros(len(table), np.float32))
     check_schema(layout, table.schema.append(pa.field(_LABEL.name, labels.type)), "the table")
     table = table.select(list(columns)).append_column(_LABEL.name, labels)

@@ -176,8 +176,8 @@ class ListFeed:
             if len(found) > 1:
                 break
         with self._lock:
-            self._sparks.pop(job.id, None)  # the newest of all again
             self._sparks[job.id] = job.progress.step, spark_path(found)
+            self._sparks.move_to_end(job.id)
             while len(self._sparks) > _MAX_SPARKS:
                 self._sparks.popitem(last=False)
 

@@ -206,8 +206,9 @@ def test_two_quick_clicks_make_one_key_and_fields_above_the_log_stay_while_one_t
     expect(tab.get_by_role("cell", name="ci", exact=True)).to_have_count(1)
     expect(tab.get_by_role("dialog")).to_have_count(0)
     actor, refused = tab.get_by_label("Actor"), tab.get_by_role("checkbox", name="Only refused")
-    for _ in range(2):
+    for is_checked in (True, False):
         refused.click()
+        expect(refused).to_be_checked(checked=is_checked)  # by the service, before another click
     expect(tab.get_by_role("columnheader", name="Action", exact=True)).to_have_count(1)
     actor.press_sequentially("key:nob")
     expect(tab.get_by_text("Nothing was changed yet")).to_be_visible(timeout=LIVE_MS)

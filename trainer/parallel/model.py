@@ -191,7 +191,7 @@ def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     first = dist.get_process_group_ranks(group)[0]
     for buffer in stored_buffers(module):
         if buffer.is_floating_point():
-            # In float64 equal values have that value as their mean, and no sum overflows.
+            # In float64 the sum of equal, narrower values is exact, and does not overflow.
             total = buffer.double()
             dist.all_reduce(total, group=group)
             buffer.copy_(total / dist.get_world_size(group))

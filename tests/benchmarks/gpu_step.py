@@ -7,6 +7,9 @@ python -m tests.benchmarks.gpu_step --json FILE
 tables that M copies would hold, all of them in this process, and compares its time with that of a
 copy of as many bytes as it has to read and write. Nothing crosses a network. `cached_over_hbm`
 trains with the tables in host memory behind a cache of a fifth of their rows, over all in HBM.
+`session_over_bare` trains the demo's DLRM in a whole session, with reader, metrics and reports,
+over a bare TorchRec script, pipelined, whose batches are in memory.
+`of_no_sync` syncs touched rows every 16 steps with copies in this process, over not at all.
 
 Skips with a message where there is no CUDA; `SHARDLOOM_BENCH_DEVICE=cpu` tries the code there.
 """
@@ -21,20 +24,37 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from tests.benchmarks.peers.bare_torchrec import epoch_of_batches, steps_of
 from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.report import BenchmarkReport, BenchmarkSkipped, Goal, Values, main, run_pairs
 from tests.benchmarks.two_d_train import Schedule, TwoDTrainer, take, time_windows
-from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
+from tests.benchmarks.workload import (
+    NUM_RATINGS,
+    Workload,
+    clicks_spec,
+    job_document,
+    prepared_ratings,
+    resolved_spec,
+    zipf_batches,
+)
+from tests.harness.sessions import config_of, open_session, told
 from trainer.data.batches import Batch
 from trainer.layout.layout import WorkerSite
 from trainer.parallel.collectives import Block, ReplicaCollectives
-from trainer.parallel.sync import PendingSync, blocks_of, weight_of
+from trainer.parallel.sync import PendingSync, ReplicaSync, blocks_of, weight_of
 from trainer.parallel.touched_rows import RowNumbers
+from trainer.protocol.events import Metrics
+from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import SyncSpec
+from trainer.training.worker import train
 
 NAME = "gpu_step"
 PAIRS = 5
@@ -46,8 +66,14 @@ WORKLOAD = Workload(
     table_rows=1_000_000 if IS_CUDA else 10_000,
     global_batch_size=8192 if IS_CUDA else 64,
 )
-SCHEDULE = Schedule(warmup_steps=10, num_windows=5, steps_per_window=20 if IS_CUDA else 2)
+SYNC = SyncSpec(every_steps=16, overlap=8)
+SCHEDULE = Schedule(
+    warmup_steps=2 * SYNC.every_steps if IS_CUDA else 10,
+    num_windows=5,
+    steps_per_window=2 * SYNC.every_steps if IS_CUDA else 2,
+)
 NUM_BATCHES = 8
+SESSION_STEPS = 400 if IS_CUDA else 40  # of which the last half is timed
 NUM_COPIES = 2
 TOUCHED_SHARE = 0.1
 NUM_REPEATS = 5
@@ -56,6 +82,8 @@ GOALS = [
     Goal("over_stock_pipeline", "rows_per_s", "rows/s", 0.98, "higher", "TrainPipelineSparseDist"),
     Goal("sync_kernels", "sync_s", "s", 1.5, "lower", "a copy of as many bytes"),
     Goal("cached_over_hbm", "cached_rows_per_s", "rows/s", 0.6, "higher", "all tables in HBM"),
+    Goal("session_over_bare", "session_rows_per_s", "rows/s", 0.97, "higher", "bare TorchRec"),
+    Goal("of_no_sync", "synced_rows_per_s", "rows/s", 0.95, "higher", "no sync"),
 ]
 
 
@@ -91,13 +119,15 @@ def run(num_pairs: int) -> BenchmarkReport:
     backend = "nccl" if IS_CUDA else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        runs = run_pairs(num_pairs, measure_ours, measure_peers)
+        with prepared_ratings(10 * NUM_RATINGS if IS_CUDA else NUM_RATINGS) as data:
+            spec = session_spec(data)
+            runs = run_pairs(num_pairs, partial(measure_ours, spec), partial(measure_peers, spec))
     finally:
         dist.destroy_process_group()
     return BenchmarkReport(NAME, _settings(), GOALS, runs)
 
 
-def measure_ours() -> Values:
+def measure_ours(spec: JobSpec) -> Values:
     """Our pipelined steps, with tables in HBM and cached, and our sync."""
     trainer = our_trainer()
     cached = {"compute_kernel": "fused_uvm_caching", "cache_load_factor": CACHE_LOAD_FACTOR}
@@ -105,6 +135,8 @@ def measure_ours() -> Values:
         "rows_per_s": rows_per_s(trainer),
         "sync_s": _timed(partial(sync, touched_blocks(trainer))),
         "cached_rows_per_s": rows_per_s(our_trainer(cached if IS_CUDA else {})),
+        "synced_rows_per_s": rows_per_s(SyncedTrainer(SYNC)),
+        "session_rows_per_s": session_rows_per_s(spec),
     }
 
 
@@ -113,7 +145,23 @@ def our_trainer(planner: dict[str, Any] | None = None) -> TwoDTrainer:
     return TwoDTrainer(WorkerSite(0, "host", 0), spec, device=DEVICE)
 
 
-def measure_peers() -> Values:
+class SyncedTrainer(TwoDTrainer):
+    """Ours with a sync, of which the other replicas are `VirtualCopies`."""
+
+    def __init__(self, sync: SyncSpec) -> None:
+        spec = clicks_spec(WORKLOAD, "gpu-step")
+        super().__init__(WorkerSite(0, "host", 0), spec, device=DEVICE)
+        parallelism = spec.parallelism.model_copy(update={"sync": sync})
+        self._spec = spec.model_copy(update={"parallelism": parallelism})
+        with patch(
+            "trainer.parallel.sync.WorldReplicaGroup", lambda group: VirtualCopies(NUM_COPIES)
+        ):
+            self._sync = ReplicaSync(
+                self._model, sync, lambda: self._optimizers.synced_whole(dense=False), print
+            )
+
+
+def measure_peers(spec: JobSpec) -> Values:
     """TorchRec's steps, our own in HBM, and a copy of what a sync reads and writes.
 
     Of n bytes of values it reads and writes n each to pack them, 1/M more in the mean of what
@@ -125,10 +173,13 @@ def measure_peers() -> Values:
     source = torch.zeros(num_values * 9 // 2, device=DEVICE)
     target = torch.empty_like(source)
     copy_s = _timed(lambda: target.copy_(source))
+    unsynced_rows_per_s = rows_per_s(trainer)
     return {
         "rows_per_s": rows_per_s(StockTrainer("pipelined", WORKLOAD, DEVICE)),
         "sync_s": copy_s,
-        "cached_rows_per_s": rows_per_s(trainer),
+        "cached_rows_per_s": unsynced_rows_per_s,
+        "synced_rows_per_s": unsynced_rows_per_s,
+        "session_rows_per_s": bare_rows_per_s(spec),
     }
 
 
@@ -138,6 +189,43 @@ def rows_per_s(trainer: TwoDTrainer | StockTrainer) -> float:
     take(steps, SCHEDULE.warmup_steps)
     step_s = statistics.median(time_windows(steps, SCHEDULE, _settle)) / SCHEDULE.steps_per_window
     return WORKLOAD.global_batch_size / step_s
+
+
+def session_spec(data: Path) -> JobSpec:
+    """The demo's job on one worker."""
+    overrides = [
+        f"data.batch_size={WORKLOAD.batch_size}",
+        "parallelism.workers=1",
+        "parallelism.shard_group_size=1",
+        f"resources.device={DEVICE.type}",
+        "training.epochs=1000",
+        f"training.max_steps={SESSION_STEPS}",
+        f"training.report_every_steps={SESSION_STEPS // 8}",
+        f"checkpoint.every_steps={SESSION_STEPS}",
+    ]
+    return resolved_spec(job_document("gpu-step", data, overrides))
+
+
+def session_rows_per_s(spec: JobSpec) -> float:
+    """A session's, by the times of its own reports."""
+    with TemporaryDirectory() as folder:
+        train(open_session(config_of(spec, Path(folder))))
+        time_of_step = {report.step: report.time for report in told(Path(folder), Metrics)}
+    seconds = time_of_step[SESSION_STEPS] - time_of_step[SESSION_STEPS // 2]
+    return SESSION_STEPS // 2 * WORKLOAD.batch_size / seconds
+
+
+def bare_rows_per_s(spec: JobSpec) -> float:
+    """The peer's, in the same steps."""
+    batches = epoch_of_batches(spec, rank=0, world_size=1)
+    batches = [batch.pin_memory() for batch in batches] if IS_CUDA else batches
+    steps = steps_of(spec, cycle(batches), is_pipelined=True, device=DEVICE)
+    take(steps, SESSION_STEPS // 2)
+    _settle()
+    started = time.perf_counter()
+    take(steps, SESSION_STEPS // 2)
+    _settle()
+    return SESSION_STEPS // 2 * WORKLOAD.batch_size / (time.perf_counter() - started)
 
 
 @functools.cache
@@ -188,6 +276,7 @@ def _settings() -> dict[str, Any]:
         "touched_share": TOUCHED_SHARE,
         "virtual_copies": NUM_COPIES,
         "cache_load_factor": CACHE_LOAD_FACTOR,
+        "sync": f"every {SYNC.every_steps} steps, overlap {SYNC.overlap_steps}",
     }
 
 

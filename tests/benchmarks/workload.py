@@ -41,11 +41,11 @@ _SHARDING = {
 
 
 @contextmanager
-def prepared_ratings() -> Iterator[Path]:
+def prepared_ratings(num_ratings: int = NUM_RATINGS) -> Iterator[Path]:
     """A prepared folder of generated ratings, always the same, gone afterwards."""
     with TemporaryDirectory(prefix="shardloom-bench-data-") as folder:
         source, prepared = Path(folder, "csv"), Path(folder, "prepared")
-        generate_movielens(source, num_ratings=NUM_RATINGS, seed=DATA_SEED)
+        generate_movielens(source, num_ratings=num_ratings, seed=DATA_SEED)
         prepare_movielens(source, prepared)
         yield prepared
 

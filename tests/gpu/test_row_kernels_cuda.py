@@ -11,7 +11,14 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from tests.harness.small_model import FusedKernel, shards_of
 from trainer.parallel.row_store import FlatRows
 from trainer.parallel.sync import apply_difference
-from trainer.parallel.touched_rows import RowBase, RowNumbers, wires
+from trainer.parallel.touched_rows import (
+    RowBase,
+    RowNumbers,
+    looked_up,
+    pack_bits,
+    unpack_bits,
+    wires,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -77,3 +84,29 @@ def test_rows_are_saved_before_their_first_change_as_by_pytorch() -> None:
         base = bases.block(store, rows).base
         assert base is not None
         assert torch.equal(base, held)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_lookups_have_the_numbers_that_they_have_on_cpus(dtype: torch.dtype) -> None:
+    """Two features share a table, and bags are empty, among them all of a feature."""
+    torch.manual_seed(0)
+    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    tables = [(3000, 8, *place), (5000, 8, *place), (700, 8, *place)]
+    kernel = FusedKernel(tables, feature_table_map=[0, 1, 1, 2, 2])
+    lengths = torch.randint(0, 3, (5, 64)) * torch.tensor([[1], [1], [0], [1], [1]])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.view(-1).cumsum(0)])
+    indices = torch.randint(0, 700, (int(offsets[-1]),)).to(dtype)
+    found = looked_up(kernel, indices.cuda(), offsets.to(dtype).cuda())
+    of_feature = torch.arange(5).repeat_interleave(lengths.sum(1))
+    starts = torch.tensor([0, 3000, 3000, 8000, 8000])
+    assert found.dtype == torch.int64
+    assert torch.equal(found.cpu(), indices + starts[of_feature])
+
+
+@pytest.mark.parametrize("num_bits", [0, 1, 8, 1001, 100_000])
+def test_bits_are_packed_as_on_cpus(num_bits: int) -> None:
+    torch.manual_seed(0)
+    bits = torch.rand(num_bits) < 0.3
+    packed = pack_bits(bits.cuda(), 4)
+    assert torch.equal(packed.cpu(), pack_bits(bits, 4))
+    assert torch.equal(unpack_bits(packed, num_bits).cpu(), bits)

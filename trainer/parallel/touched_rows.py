@@ -114,10 +114,16 @@ def looked_up(
 ) -> torch.Tensor:
     """Rows that `indices` [n] mean, int64 [n], counted over the tables of `kernel` in order.
 
-    `offsets` [features * B + 1] bound the bags, feature by feature, B bags each.
+    `offsets` [features * B + 1] bound the bags, feature by feature, B bags each. On GPUs an index
+    of -1, which FBGEMM takes for a row that was pruned, gives the number behind the last row.
     """
     if not indices.numel():
         return indices.long()
+    if indices.is_cuda:  # one launch; on CPUs this operator answers at random
+        found: torch.Tensor = torch.ops.fbgemm.linearize_cache_indices(
+            kernel.hash_size_cumsum, indices, offsets
+        )
+        return found
     feature_starts = kernel.hash_size_cumsum[:-1]
     bounds = offsets[:: (offsets.numel() - 1) // feature_starts.numel()]
     starts = feature_starts.repeat_interleave(bounds.diff(), output_size=indices.numel())
@@ -137,7 +143,9 @@ class TouchedRows:
         numbers: RowNumbers,
         on_first_touch: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
-        self.bits = torch.zeros(numbers.num_rows, dtype=torch.bool, device=numbers.device)
+        # One more, for what is no row.
+        self._marks = torch.zeros(numbers.num_rows + 1, dtype=torch.bool, device=numbers.device)
+        self.bits = self._marks[:-1]
         self._on_first_touch = on_first_touch
         self._hooks = [
             # Afterwards, since FBGEMM first repairs indices that are out of range.
@@ -155,10 +163,11 @@ class TouchedRows:
             return
         assert inputs.get("batch_size_per_feature_per_rank") is None, "batches are of one size"
         with torch.no_grad():
-            numbers = first + looked_up(kernel, inputs["indices"], inputs["offsets"])
+            numbers = looked_up(kernel, inputs["indices"], inputs["offsets"])
+            numbers = numbers + first if first else numbers
             if self._on_first_touch is not None:
                 self._on_first_touch(first, self._worth_saving(numbers))
-            self.bits.index_fill_(0, numbers, True)
+            self._marks.index_fill_(0, numbers, True)
 
     def _worth_saving(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers if numbers.is_cuda else numbers[~self.bits[numbers]].unique()
@@ -193,11 +202,13 @@ def pack_bits(bits: torch.Tensor, multiple: int = 1) -> torch.Tensor:
     if not bits.is_cuda:
         packed_bits = np.packbits(torch.cat([bits, padding]).numpy(), bitorder="little")
         return torch.from_numpy(packed_bits)
-    columns = torch.cat([bits, padding]).view(torch.uint8).view(-1, 8).unbind(1)
-    packed = torch.zeros_like(columns[0])
-    for bit, column in enumerate(columns):
-        packed |= column << bit
-    return packed
+    octets = torch.cat([bits, padding]).view(torch.uint8).view(-1, 8)
+    return (octets << _shifts(bits.device)).sum(1, dtype=torch.uint8)
+
+
+@functools.cache
+def _shifts(device: torch.device) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -205,8 +216,8 @@ def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     if not packed.is_cuda:
         bits = np.unpackbits(packed.numpy(), count=num_bits, bitorder="little")
         return torch.from_numpy(bits.view(bool))
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> shifts & 1).view(torch.bool).view(-1)[:num_bits]
+    octets = packed[:, None] >> _shifts(packed.device) & 1
+    return octets.view(torch.bool).view(-1)[:num_bits]
 
 
 class RowLog:
@@ -232,7 +243,8 @@ class RowLog:
         self._rows = [JoinedRows(each, first) for each in zip(*stores.values(), strict=True)]
         self._first, self._ends, self._num_steps = first[0], numbers.ends, num_steps
         self._num_rows = sum(len(of_shard[0].tensor) for of_shard in stores.values())
-        is_here = [shard in stores for shard in range(len(numbers.shards))]
+        # The last is for numbers of no row.
+        is_here = [shard in stores for shard in range(len(numbers.shards) + 1)]
         self._is_here = torch.tensor(is_here, device=numbers.device)
         self._tensors = {  # place in `values` by address
             store.tensor.data_ptr(): index

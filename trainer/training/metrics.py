@@ -115,14 +115,9 @@ class TaskMeter:
     @torch.no_grad()
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
         """Take in one batch; `outputs` is [B, K] as the model gave it. Rows of weight 0 are out."""
-        weighted_loss = loss.detach() * batch.weight.sum()
-        # Normalised labels of `bce` are the classes, and its outputs logits.
-        scores, labels = (
-            torch.where(self._is_binary, each, each * batch.label_scale + batch.label_offset)
-            for each in (outputs, batch.label)
-        )
-        self._kept.append((scores, labels, batch.weight, weighted_loss[None]))
-        self._num_kept += len(scores)
+        rows = (outputs.detach(), batch.label, batch.label_scale, batch.label_offset, batch.weight)
+        self._kept.append((*rows, loss.detach().expand(len(outputs))))
+        self._num_kept += len(outputs)
         if self._num_kept >= _MAX_KEPT_ROWS:
             self._update_metrics()
 
@@ -200,15 +195,23 @@ class TaskMeter:
         """Pass the kept batches to the metrics."""
         if not self._kept:
             return
-        scores, labels, weights, losses = map(torch.cat, zip(*self._kept, strict=True))
+        outputs, normalised, scale, offset, weights, losses = map(
+            torch.cat, zip(*self._kept, strict=True)
+        )
         self._kept.clear()
         self._num_kept = 0
+        # Normalised labels of `bce` are the classes, and its outputs logits.
+        scores, labels = (
+            torch.where(self._is_binary, each, each * scale + offset)
+            for each in (outputs, normalised)
+        )
         # Whatever they hold; a weight of 0 makes NaN of what is infinite.
         counts = weights[:, None] > 0
         scores, labels = (torch.where(counts, each, 0) for each in (scores, labels))
         # A float32 sigmoid is 1 from a logit of 17 on.
         predictions = torch.where(self._is_binary, torch.sigmoid(scores.double()), scores)
-        self._losses += torch.stack([losses.double().sum(), weights.double().sum()])
+        losses = torch.where(weights > 0, losses, 0).double() * weights
+        self._losses += torch.stack([losses.sum(), weights.double().sum()])
         for k, task in enumerate(self._tasks.values()):
             task.take_in(predictions[:, k], scores[:, k], labels[:, k], weights)
 

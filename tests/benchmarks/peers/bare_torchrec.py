@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from tests.benchmarks.peers.raw_ray_train import build_model, dense_optimizer
+from tests.benchmarks.peers.raw_ray_train import CPU, build_model, dense_optimizer
 from tests.benchmarks.peers.stock_1d import PipelinedBatch
 from tests.harness.processes import rank_environment
 from tests.harness.wait import free_port
@@ -43,13 +43,16 @@ def epoch_of_batches(spec: JobSpec, rank: int, world_size: int) -> list[Pipeline
 
 
 def steps_of(
-    spec: JobSpec, batches: Iterator[PipelinedBatch], is_pipelined: bool
+    spec: JobSpec,
+    batches: Iterator[PipelinedBatch],
+    is_pipelined: bool,
+    device: torch.device = CPU,
 ) -> Iterator[None]:
     """Train a step for each item that is taken."""
     document = spec.model_dump(mode="json")
-    model = build_model(document)
+    model = build_model(document, device)
     optimizer = dense_optimizer(model, document)
-    pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+    pipeline = TrainPipelineSparseDist(model, optimizer, device)
     while is_pipelined:
         pipeline.progress(batches)
         yield

@@ -35,6 +35,8 @@ from torchrec.models.dlrm import DLRM
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+CPU = torch.device("cpu")
+
 
 class RowWiseSharder(EmbeddingBagCollectionSharder):
     """The stock sharder, which on CPU hides row-wise sharding from the planner."""
@@ -99,7 +101,7 @@ class RatingModel(nn.Module):
         return nn.functional.mse_loss(outputs, batch.label.view_as(outputs)), outputs.detach()
 
 
-def build_model(spec: dict[str, Any]) -> DistributedModelParallel:
+def build_model(spec: dict[str, Any], device: torch.device = CPU) -> DistributedModelParallel:
     poolings = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
     tables = [
         EmbeddingBagConfig(
@@ -128,7 +130,7 @@ def build_model(spec: dict[str, Any]) -> DistributedModelParallel:
     )
     world_size = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size, compute_device="cpu", local_world_size=world_size),
+        topology=Topology(world_size, compute_device=device.type, local_world_size=world_size),
         constraints={
             table["name"]: ParameterConstraints(
                 sharding_types=table["constraints"]["sharding_types"]
@@ -137,9 +139,7 @@ def build_model(spec: dict[str, Any]) -> DistributedModelParallel:
         },
     )
     plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    return DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=[sharder]
-    )
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
 
 
 def dense_optimizer(model: nn.Module, spec: dict[str, Any]) -> KeyedOptimizerWrapper:

@@ -48,8 +48,6 @@ FORK_SERVER.set_forkserver_preload(
 )
 _COLLECTIVE_TIMEOUT_S = 60.0
 Backend = Literal["gloo", "nccl"]
-BACKEND: Backend = os.environ.get("SHARDLOOM_TEST_BACKEND", "gloo")  # type: ignore[assignment]
-"""Where a call does not say: `nccl` tries what CI tests on CPUs on GPUs."""
 
 
 def run_ranks(
@@ -58,7 +56,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120,
     fresh: bool = False,
-    backend: Backend = BACKEND,
+    backend: Backend = "gloo",
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a world; results indexed by rank, tensors on the CPU.
 

@@ -9,7 +9,7 @@ and evict others.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
@@ -24,10 +24,12 @@ from trainer.data.position import (
     START,
     BatchShape,
     DataPosition,
+    Span,
     Step,
     Stripes,
     steps_from,
 )
+from trainer.data.process import ReaderProcess
 from trainer.data.quarantine import QuarantinedRows
 from trainer.data.reader import RowReader
 from trainer.data.rows import FloatArray, Rows, SparseIds
@@ -159,6 +161,68 @@ def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> 
 StepType = TypeVar("StepType", bound=Step)
 
 
+class BatchMaker:
+    """Makes batches of `batch_size` rows of a split. For one thread at a time."""
+
+    def __init__(
+        self, source: ParquetSource, spec: JobSpec, batch_size: int, shuffle: bool = True
+    ) -> None:
+        """Rows are shuffled where the spec says so, too."""
+        self._keys = BatchKeys(spec)
+        self._reader = RowReader(source, spec, shuffle=shuffle)
+        self._places = np.arange(batch_size)
+
+    def expect(self, epoch: int, spans: Sequence[Span]) -> None:
+        """Rows that will be read, perhaps, after those that were expected before."""
+        self._reader.expect(epoch, spans)
+
+    def make(self, epoch: int, spans: Sequence[Span], is_counted: bool) -> Batch:
+        """A batch of the rows of `spans`, or, unless they count, of padding that they give.
+
+        What is missing to a full batch is filled with repeated rows of weight 0. Raises
+        `DataError`.
+        """
+        rows = self._reader.read(epoch, spans)
+        num_counted = len(rows) if is_counted else 0
+        if num_counted == len(self._places):
+            batch = _wrap(rows, self._keys)
+        else:
+            counted = (self._places < num_counted).astype(np.float32)
+            batch = _wrap(rows.take(np.minimum(self._places, len(rows) - 1)), self._keys, counted)
+        if rows.faults is None or self._reader.fault_log is None:
+            return batch
+        return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
+
+    def close(self) -> None:
+        """End the threads. Harmless when called again."""
+        self._reader.close()
+
+
+class _DistantMaker:
+    """A `BatchMaker` in another process, which may only have started."""
+
+    def __init__(self, process: ReaderProcess, *arguments: Any) -> None:
+        self._process = process
+        self._arguments = arguments
+        self._number: int | None = None
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if self._number is None:
+            self._number = self._process.make(BatchMaker, *self._arguments)
+        return self._process.call(self._number, method, *arguments)
+
+    def expect(self, epoch: int, spans: Sequence[Span]) -> None:
+        self._call("expect", epoch, spans)
+
+    def make(self, epoch: int, spans: Sequence[Span], is_counted: bool) -> Batch:
+        batch: Batch = self._call("make", epoch, spans, is_counted)
+        return batch
+
+    def close(self) -> None:
+        if self._number is not None:
+            self._process.drop(self._number)
+
+
 class _ReadAhead(Iterator[tuple[Batch, StepType]]):
     """Batches of one rank, all of `data.batch_size` rows, made ahead by one thread.
 
@@ -175,11 +239,11 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
         rank: int,
         num_ranks: int,
         *,
-        pin: bool = False,
+        process: ReaderProcess | None = None,
         shuffle: bool = True,
         on_slow_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """`pin` puts batches into page-locked memory, for a GPU to copy them from.
+        """Batches are made in `process`, if there is one, else by threads here.
 
         Rows are shuffled where the spec says so, too. `on_slow_read` is called by the consumer when
         a batch has let it wait for seconds, as where storage is away.
@@ -187,9 +251,8 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
         self._on_slow_read = on_slow_read
         self.shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
         self._rank = rank
-        self._pin = pin
-        self._keys = BatchKeys(spec)
-        self._reader = RowReader(source, spec, shuffle=shuffle)
+        arguments = (source, spec, spec.data.batch_size, shuffle)
+        self._maker = _DistantMaker(process, *arguments) if process else BatchMaker(*arguments)
         # One worker makes them in order, so that they may share a reader.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._planned: deque[StepType] = deque()  # to be read after those of `_steps`
@@ -205,7 +268,7 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
         while len(self._ahead) < NUM_PREFETCHED and (step := self._next()):
             if step.stripes is not self._stripes:
                 self._stripes = step.stripes
-                self._thread.submit(self._reader.expect, step.epoch, step.stripes.of(self._rank))
+                self._thread.submit(self._maker.expect, step.epoch, step.stripes.of(self._rank))
             self._ahead.append((step, self._thread.submit(self._make, step)))
 
     def __next__(self) -> tuple[Batch, StepType]:
@@ -219,33 +282,16 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
         return batch, step
 
     def _make(self, step: Step) -> Batch:
-        """This rank's share of a step; raises `DataError`.
-
-        What is missing to a full batch is filled with repeated rows of weight 0, also where the
-        rank's whole share is empty.
-        """
+        """This rank's share of a step, of weight 0 where that is empty; raises `DataError`."""
         share = step.stripes.share(step.number, self._rank)
-        rows = self._reader.read(step.epoch, share or step.stripes.padding(self._rank))
-        batch = self._fill(rows, len(rows) if share else 0)
-        return batch.pin_memory() if self._pin else batch
-
-    def _fill(self, rows: Rows, num_counted: int) -> Batch:
-        """A full batch, of which the first `num_counted` rows count."""
-        places = np.arange(self.shape.batch_size)
-        if num_counted == len(places):
-            batch = _wrap(rows, self._keys)
-        else:
-            counted = (places < num_counted).astype(np.float32)
-            batch = _wrap(rows.take(np.minimum(places, len(rows) - 1)), self._keys, counted)
-        if rows.faults is None or self._reader.fault_log is None:
-            return batch
-        return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
+        spans = share or step.stripes.padding(self._rank)
+        return self._maker.make(step.epoch, spans, is_counted=bool(share))
 
     def close(self) -> None:
         """End the threads; what is not begun is dropped. Harmless when called again."""
         self._ahead.clear()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._reader.close()
+        self._maker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -265,11 +311,11 @@ class TrainBatches(_ReadAhead[Step]):
         world_size: int,
         position: DataPosition = START,
         *,
-        pin: bool = False,
+        process: ReaderProcess | None = None,
         on_slow_read: Callable[[], None] = lambda: None,
     ) -> None:
         """Start reading ahead from `position`."""
-        super().__init__(source, spec, rank, world_size, pin=pin, on_slow_read=on_slow_read)
+        super().__init__(source, spec, rank, world_size, process=process, on_slow_read=on_slow_read)
         self._steps = steps_from(position, self.shape, spec.training.epochs)
         self._read_ahead()
 
@@ -319,8 +365,14 @@ class ValidationBatches(_ReadAhead[Step]):
     """
 
     def __init__(
-        self, source: ParquetSource, spec: JobSpec, rank: int, world_size: int, *, pin: bool = False
+        self,
+        source: ParquetSource,
+        spec: JobSpec,
+        rank: int,
+        world_size: int,
+        *,
+        process: ReaderProcess | None = None,
     ) -> None:
-        super().__init__(source, spec, rank, world_size, pin=pin, shuffle=False)
+        super().__init__(source, spec, rank, world_size, process=process, shuffle=False)
         self._steps = steps_from(START, self.shape, epochs=1)
         self._read_ahead()

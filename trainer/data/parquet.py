@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -80,6 +81,14 @@ class ParquetSource:
         )
         if not self.num_rows:
             raise TooFewRowsError(f"{folder} holds no rows; prepare the data again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("_pool", "_footer_of")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._pool = ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
+        self._footer_of = _kept_footers(self._files)
 
     def _open(self, known: Sequence[FileContents | None]) -> list[FileContents]:
         """What the files hold, and `schema`, from no more footers than are needed."""

@@ -122,7 +122,7 @@ class GroupSession(Session):
             self.spec,
             rank=groups.rank,
             num_ranks=groups.layout.world_size,
-            pin=self._copies_batches,
+            process=self._reader_process,
             on_slow_read=self._note_slow_read,
         )
         # One over all leases: as one ends, the ids of the next are under way.

@@ -36,6 +36,7 @@ from trainer.data.position import (
     remaining_steps,
     without,
 )
+from trainer.data.process import ReaderProcess
 from trainer.data.reader import open_source, order_digest
 from trainer.failures import DivergenceError
 from trainer.layout.cost import Cluster, MemoryUse
@@ -125,6 +126,8 @@ class Session:
         self.heartbeat = heartbeat or HeartbeatReporter()
         self.state = TrainState()
         self.origin = f"seed-{spec.training.seed}"  # what the state came from
+        # First, as it takes seconds to start. On CPUs its work would only be in the way.
+        self._reader_process = ReaderProcess(pin=True) if groups.device.type == "cuda" else None
         self.model, self.table_plans = build_parallel_model(spec, groups)
         self.optimizers = Optimizers(
             self.model, spec.optimizer, spec.moment_scale, spec.training.clip_norm
@@ -303,7 +306,7 @@ class Session:
             rank=self.groups.rank,
             world_size=self.groups.layout.world_size,
             position=self.state.position,
-            pin=self._copies_batches,
+            process=self._reader_process,
             on_slow_read=self._note_slow_read,
         ) as loader:
             yield from self.pipeline.over(self.speed.awaited(loader))
@@ -312,11 +315,6 @@ class Session:
         """Data storage is slow or away, which is no hang for as long as training may stand still
         outside of steps."""
         self.heartbeat.enter("data_wait")
-
-    @property
-    def _copies_batches(self) -> bool:
-        """Whether batches have to be copied to a device, best from page-locked memory."""
-        return self.groups.device.type == "cuda"
 
     def train_step(self, batch: Batch, place: Step) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
@@ -435,6 +433,8 @@ class Session:
             with suppress(Exception):
                 found = self._pending.found.read(_LAST_REPORT_S)
                 self.publish(found | self._pending.own, self._pending.time)
+        if self._reader_process:
+            self._reader_process.close()
         self.tracer.stop()
         self.checkpoints.close()
         self.sync.close()
@@ -599,7 +599,7 @@ class Session:
         assert self.validation_source is not None
         self.land_report()
         rows = ValidationBatches(
-            self.validation_source, self.spec, rank, num_ranks, pin=self._copies_batches
+            self.validation_source, self.spec, rank, num_ranks, process=self._reader_process
         )
         self.quarantine.begin_validation()
         with self.off_the_clock(), rows as held_out:

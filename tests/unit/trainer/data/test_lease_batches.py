@@ -79,7 +79,7 @@ def test_a_wait_for_storage_is_told(make_spec, train, monkeypatch):
     read = reader.RowReader.read
     monkeypatch.setattr(reader.RowReader, "read", lambda *args: is_back.wait() and read(*args))
     spec = make_spec(batch_size=10)
-    with LeaseBatches(train, spec, 0, 1, pin=False, on_slow_read=is_back.set) as batches:
+    with LeaseBatches(train, spec, 0, 1, on_slow_read=is_back.set) as batches:
         batches.submit(lease(0, 0, 10))
         assert next(batches)[1].ends_lease
 

@@ -1,0 +1,204 @@
+"""Objects in a process of their own, so that what they do takes Python's lock from nobody here.
+
+Threads that read batches beside one that launches a GPU's work made that wait for the lock about 50
+times a batch, and each time longer than a launch takes.
+
+    here ── (number, method, arguments), pickled ──────────────────► python -m trainer.data.process
+         ◄── an answer or an error, pickled; its tensors end to end ──
+
+Tensors arrive in one piece of memory, page-locked where a GPU copies from it. Both ends know by the
+socket when the other is gone.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import math
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+_SIZES = struct.Struct("<QQ")  # of a pickle, and of the tensors behind it
+_ALIGNMENT = 64  # bytes
+_END_S = 5.0
+_Place = tuple[int, torch.dtype, torch.Size]  # of a tensor: its first byte, dtype and shape
+
+
+class ReaderProcess:
+    """Makes objects in another process and calls them there, one call at a time.
+
+    It starts at once, and is ready after some seconds. `pin` puts tensors that are answered into
+    page-locked memory. What a call raises there is raised here, with its message and class, but
+    none of its attributes; RuntimeError where the process has ended.
+    """
+
+    def __init__(self, *, pin: bool = False) -> None:
+        self._pin = pin
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            )
+
+    def make(self, factory: Callable[..., Any], *arguments: Any) -> int:
+        """Number of the object that `factory` makes of `arguments` there; all are pickled."""
+        number = next(self._numbers)
+        self.call(number, "", factory, *arguments)
+        return number
+
+    def call(self, number: int, method: str, *arguments: Any) -> Any:
+        """What a method of object `number` returns."""
+        request = pickle.dumps((number, method, arguments))
+        with self._lock:
+            try:
+                _send(self._socket, request)
+                answer, memory = _receive(self._socket, self._pin)
+            except OSError as error:
+                raise RuntimeError(
+                    f"the process that reads data has ended ({self._ending()}): was it killed, "
+                    "perhaps for memory?"
+                ) from error
+        is_well, value = _Unpickler(answer, memory).load()
+        if is_well:
+            return value
+        kind, message = value
+        raised = kind.__new__(kind)
+        raised.args = (message,)
+        raise raised
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return "its socket is closed"
+        return f"exit code {code}"
+
+    def drop(self, number: int) -> None:
+        """Close the object, and forget it; the process may have ended."""
+        with suppress(RuntimeError):
+            self.call(number, "close")
+
+    def close(self) -> None:
+        """End the process, whatever it does. Harmless when called again."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the bytes of tensors out, and says where they belong: in `tensors`, end to end."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+        self.num_bytes = 0
+
+    def persistent_id(self, value: Any) -> _Place | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.tensors.append(value)
+        start, self.num_bytes = self.num_bytes, self.num_bytes + _padded(value.nbytes)
+        return start, value.dtype, value.shape
+
+
+class _Unpickler(pickle.Unpickler):
+    """Tensors are parts of `memory`."""
+
+    def __init__(self, data: bytes, memory: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(data))
+        self._memory = memory
+
+    def persistent_load(self, place: _Place) -> torch.Tensor:
+        start, dtype, shape = place
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self._memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+def _padded(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % _ALIGNMENT
+
+
+def _send(to: socket.socket, data: bytes, tensors: list[torch.Tensor] | None = None) -> None:
+    total = sum(_padded(tensor.nbytes) for tensor in tensors or [])
+    to.sendall(_SIZES.pack(len(data), total) + data)
+    for tensor in tensors or []:
+        to.sendall(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        to.sendall(bytes(-tensor.nbytes % _ALIGNMENT))
+
+
+def _receive(source: socket.socket, pin: bool = False) -> tuple[bytes, torch.Tensor]:
+    """(a pickle, the memory of its tensors); raises ConnectionError where the other end is gone."""
+    sizes = bytearray(_SIZES.size)
+    _fill(source, memoryview(sizes))
+    num_bytes, num_tensor_bytes = _SIZES.unpack(sizes)
+    data = bytearray(num_bytes)
+    memory = torch.empty(num_tensor_bytes, dtype=torch.uint8, pin_memory=pin)
+    _fill(source, memoryview(data))
+    _fill(source, memory.numpy().data)
+    return bytes(data), memory
+
+
+def _fill(source: socket.socket, place: memoryview) -> None:
+    # In one call, which takes the lock once, however many pieces arrive.
+    while place:
+        received = source.recv_into(place, 0, socket.MSG_WAITALL)
+        if not received:
+            raise ConnectionResetError("the other end has closed the socket")
+        place = place[received:]
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer calls until the other end is gone."""
+    objects: dict[int, Any] = {}
+    while True:
+        try:
+            request, _ = _receive(connection)
+        except ConnectionError:
+            return
+        answer: tuple[bool, Any]
+        try:
+            number, method, arguments = pickle.loads(request)
+            if not method:
+                objects[number] = arguments[0](*arguments[1:])
+            found = objects.pop(number) if method == "close" else objects[number]
+            answer = True, getattr(found, method)(*arguments) if method else None
+        except Exception as error:
+            logging.getLogger(__name__).debug("a call fails", exc_info=True)
+            answer = False, (type(error), str(error))
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(answer)
+        try:
+            _send(connection, file.getvalue(), pickler.tensors)
+        except ConnectionError:
+            return
+
+
+def main() -> None:
+    """Serve the socket whose file descriptor is the argument."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # whoever it serves decides when it ends
+    torch.set_num_threads(1)
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # threads may wait for storage that is away
+
+
+if __name__ == "__main__":
+    main()

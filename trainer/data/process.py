@@ -56,6 +56,10 @@ class ReaderProcess:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
 
+    def await_start(self) -> None:
+        """Return when calls are answered at once."""
+        self.make(list)
+
     def make(self, factory: Callable[..., Any], *arguments: Any) -> int:
         """Number of the object that `factory` makes of `arguments` there; all are pickled."""
         number = next(self._numbers)

@@ -125,6 +125,8 @@ class GroupSession(Session):
             process=self._reader_process,
             on_slow_read=self._note_slow_read,
         )
+        if self._reader_process:  # or the other groups would wait for this one's first batch
+            self._reader_process.await_start()
         # One over all leases: as one ends, the ids of the next are under way.
         self._stream = self.pipeline.over(self.speed.awaited(self._loader))
         self.group_sync = GroupSync(

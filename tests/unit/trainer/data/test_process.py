@@ -22,7 +22,9 @@ from trainer.errors import StorageError
 LEFT_BEHIND = """
 import os
 from trainer.data.process import ReaderProcess
-print(ReaderProcess().make(list), flush=True)
+process = ReaderProcess()
+process.await_start()
+print(process.make(list), flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -92,4 +94,4 @@ def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train
     # Both hold the pipe that is read to its end.
     left = [sys.executable, "-c", LEFT_BEHIND]
     found = subprocess.run(left, capture_output=True, text=True, timeout=scaled(60), check=False)
-    assert (found.stdout, found.stderr, found.returncode) == ("0\n", "", -9)
+    assert (found.stdout, found.stderr, found.returncode) == ("1\n", "", -9)

@@ -7,7 +7,8 @@ import base64
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,7 +44,8 @@ class JobPage:
         self._rest = rest
         self._store = rest.context.store
         self._job_id = job_id
-        self._turn = asyncio.Lock()
+        # What the charts show, too.
+        self._drawn: JobSnapshot | None = None
         self._panels: list[Panel] = []
         self._timer: ui.timer | None = None
 
@@ -63,27 +65,28 @@ class JobPage:
             self._build_tabs()
         self._show(snapshot)
         # Read while the browser loads the page.
-        self._first_points = [
-            asyncio.create_task(self._read_chart(chart, {})) for chart in self._charts
-        ]
-        ui.timer(0.0, self._begin, once=True)
+        reading = asyncio.create_task(self._read_charts(is_anew=True))
+        ui.timer(0.0, partial(self._begin, snapshot, reading), once=True)
 
-    async def _begin(self) -> None:
-        """Draw the charts one after another, then follow the job."""
-        for chart, points in zip(self._charts, self._first_points, strict=True):
-            self._draw_chart(chart, await points)
+    async def _begin(self, snapshot: JobSnapshot, reading: Awaitable[list[Points]]) -> None:
+        """Draw the charts, then follow the job."""
+        with suppress(StoreUnavailable):  # Told of by what follows, which reads them again.
+            self._draw_charts(snapshot, await reading)
         self._timer = ui.timer(REFRESH_INTERVAL_S, self.refresh)
         await self._show_parent()
 
-    async def _read_chart(self, chart: _ChartPanel, known: Points) -> Points:
-        """The points of a chart, of `known` ones with what is newer; one chart at a time."""
-        read = partial(read_points, self._store, self._job_id, chart.metrics, known)
-        async with self._turn:
-            return await asyncio.to_thread(read)
+    async def _read_charts(self, *, is_anew: bool) -> list[Points]:
+        """The points of each chart, of known ones only what is newer unless `is_anew`."""
+        read = partial(read_points, self._store, self._job_id)
+        known = [({} if is_anew else chart.points) for chart in self._charts]
+        metrics = [chart.metrics for chart in self._charts]
+        return await asyncio.to_thread(lambda: [*map(read, metrics, known)])
 
-    def _draw_chart(self, chart: _ChartPanel, points: Points) -> None:
-        best = next((each for each in self._snapshot.checkpoints if each.is_best), None)
-        chart.show(points, best, charts.marks_of(self._snapshot.timeline))
+    def _draw_charts(self, snapshot: JobSnapshot, found: Sequence[Points]) -> None:
+        best = next((each for each in snapshot.checkpoints if each.is_best), None)
+        for chart, points in zip(self._charts, found, strict=True):
+            chart.show(points, best, charts.marks_of(snapshot.timeline))
+        self._drawn = snapshot
 
     async def _show_parent(self) -> None:
         """What differs from the spec of the job that this is a clone of."""
@@ -104,7 +107,11 @@ class JobPage:
     async def refresh(self) -> None:
         """Read the store in a thread and show what changed."""
         try:
-            snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
+            snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._drawn)
+            self._show(snapshot)
+            if snapshot.is_new:
+                found = await self._read_charts(is_anew=snapshot.is_rewound)
+                self._draw_charts(snapshot, found)
         except JobNotFound:
             if self._timer:
                 self._timer.cancel()
@@ -114,11 +121,6 @@ class JobPage:
             self._gone.set_text(f"What is shown is old, as the job cannot be read: {error}")
             return
         self._gone.set_text("")
-        self._show(snapshot)
-        if snapshot.is_new:
-            for chart in self._charts:
-                known = {} if snapshot.is_rewound else chart.points
-                self._draw_chart(chart, await self._read_chart(chart, known))
         job, fault = snapshot.job, ""
         try:
             await self._exports.refresh()

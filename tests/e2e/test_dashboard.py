@@ -366,10 +366,15 @@ def test_the_page_of_a_job_says_when_it_cannot_be_read_and_that_it_was_deleted(
 ) -> None:
     ended = replace(dashboard.store.get_job(running.id), status=JobStatus.FAILED, message="broke")
     dashboard.store.update_job(ended)
-    open_job(page, running)
-    expect(page.locator(".heading .status")).to_have_text("failed")
     with monkeypatch.context() as away:
-        away.setattr(dashboard.store, "get_job", Mock(side_effect=StoreUnavailable("locked")))
+        locked = Mock(side_effect=StoreUnavailable("locked"))
+        away.setattr(dashboard.store, "metric_names", locked)
+        open_job(page, running)
+        expect(page.locator(".heading .status")).to_have_text("failed")
+        expect(page.get_by_text("What is shown is old")).to_be_visible(timeout=LIVE_MS)
+    expect(page.locator(".chart-panel.drawn").first).to_be_visible(timeout=LIVE_MS)
+    with monkeypatch.context() as away:
+        away.setattr(dashboard.store, "get_job", locked)
         expect(page.get_by_text("What is shown is old")).to_be_visible(timeout=LIVE_MS)
     expect(page.get_by_text("What is shown is old")).not_to_be_visible(timeout=LIVE_MS)
     dashboard.store.delete_job(running.id)

@@ -335,8 +335,10 @@ class Predictor:
             if others := raw.keys() - ids:
                 problem = f"is no input of ids; those are {', '.join(dict.fromkeys(ids))}"
                 raise BadRow(0, min(others), problem)
-            found = rows.to_pylist() if isinstance(rows, pa.Table) else rows
-            rows = with_ids(found, raw, self._vocabularies)
+            if isinstance(rows, pa.Table):
+                inputs = input_columns(self.layout)
+                rows = rows.select([n for n in rows.column_names if n in inputs]).to_pylist()
+            rows = with_ids(rows, raw, self._vocabularies)
         return self.score(self.decode(rows))
 
     def decode(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Rows:

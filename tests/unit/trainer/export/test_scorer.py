@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
@@ -32,7 +33,9 @@ def test_a_batch_is_scored_in_order(http: TestClient, exported: Path) -> None:
     assert answer["model"] == model
 
 
-def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(http: TestClient) -> None:
+def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(
+    http: TestClient, exported: Path
+) -> None:
     by_id = [GOOD | {"user": 3}, GOOD | {"user": 0}, GOOD | {"user": 1, "seen": [2, 0]}]
     raw = [GOOD | {"user": "cid"}, GOOD | {"user": "zoe"}, GOOD | {"user": "ann"}]
     raw[2]["seen"] = ["bob", "zoe"]
@@ -40,6 +43,10 @@ def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(http: TestClien
     answer = http.post("/v1/predict", json={"rows": raw, "raw": columns}).json()
     wanted = http.post("/v1/predict", json={"rows": by_id}).json()
     assert answer["predictions"] == wanted["predictions"]
+    # A table may have columns that no feature reads.
+    table = pa.Table.from_pylist([{"seen": None, "note": "new"} | row for row in raw])
+    found = Predictor(exported).predict(table, columns)["stars"].tolist()
+    assert found == pytest.approx([row["stars"] for row in wanted["predictions"]])
 
 
 @pytest.mark.parametrize(

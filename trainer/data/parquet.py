@@ -83,10 +83,13 @@ class ParquetSource:
             raise TooFewRowsError(f"{folder} holds no rows; prepare the data again")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_pool", "_footer_of")}
+        # Files by name: each location would come with a client of the store of its own.
+        plain = {k: v for k, v in vars(self).items() if k not in ("_pool", "_footer_of")}
+        return plain | {"_files": self.file_names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._files = [self.folder / name for name in state["_files"]]
         self._pool = ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
         self._footer_of = _kept_footers(self._files)
 
@@ -265,7 +268,12 @@ def mean_and_deviation(
     damaged. Raises a `DataError`.
     """
     source = ParquetSource(folder, [column])
-    found = Moments()
+    kind, found = source.schema.field(column).type, Moments()
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise ColumnError(
+            f"{folder}: column '{column}' is {kind}, not a number to standardise; name another "
+            "column in features[].column, or store it as numbers"
+        )
     for group in range(len(source.group_rows)):
         try:
             values = source.read_group(group).column(0).cast(pa.float64(), safe=False).to_numpy()

@@ -12,6 +12,7 @@ from trainer.data.inputs import resolve_inputs
 from trainer.data.manifest import load_manifest
 from trainer.data.parquet import mean_and_deviation
 from trainer.errors import (
+    ColumnError,
     CorruptFileError,
     DataError,
     ManifestError,
@@ -156,6 +157,10 @@ def test_large_numbers_with_gaps_are_measured_exactly(tmp_path):
     pq.write_table(pa.table({"x": pa.nulls(3, pa.float64())}), tmp_path / "part.parquet")
     with pytest.raises(TooFewRowsError, match="column 'x' holds no number"):
         mean_and_deviation(tmp_path, "x")
+    for other in ("1.5", [1.5]):
+        pq.write_table(pa.table({"x": [other]}), tmp_path / "part.parquet")
+        with pytest.raises(ColumnError, match="not a number to standardise"):
+            mean_and_deviation(tmp_path, "x")
 
 
 def test_a_sequence_longer_than_the_prepared_histories_is_warned_of(make_spec):

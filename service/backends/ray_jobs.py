@@ -66,7 +66,7 @@ class RayJobsBackend(Backend):
             "metadata": submission.metadata,
         }
         response = self._send("POST", "/api/jobs/", json=body, timeout=self._submit_timeout_s)
-        if response.is_success or "already exists" in response.text:
+        if "submission_id" in _json_object(response) or "already exists" in response.text:
             return
         if not response.is_client_error or response.status_code in _NO_REFUSALS:
             raise BackendUnreachable(self._strange(response))

@@ -630,8 +630,9 @@ class JobsApi:
             running = [{"submission_id": job_id, "status": "RUNNING"} for job_id in self.jobs]
             return httpx.Response(200, json=running)
         if request.url.path == "/api/jobs/":
-            self.jobs.add(httpx.Response(200, content=request.content).json()["submission_id"])
-            return httpx.Response(200, json={})
+            submitted = httpx.Response(200, content=request.content)
+            self.jobs.add(submitted.json()["submission_id"])
+            return submitted
         job_id = request.url.path.split("/")[3]
         if job_id not in self.jobs:
             return httpx.Response(404, text=f"Job {job_id} does not exist")

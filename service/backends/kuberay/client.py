@@ -216,7 +216,7 @@ class KubeApi:
                 yield response
         except ApiException as error:
             raise self._fault(error, verb, resource) from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
+        except (config.ConfigException, urllib3.exceptions.HTTPError, OSError) as error:
             cause = str(error) or type(error).__name__
             raise BackendUnreachable(
                 f"no answer from Kubernetes at {self.address} ({cause[:_MAX_ERROR_CHARS]}); is its "

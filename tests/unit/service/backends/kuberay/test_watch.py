@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kubernetes.client import Configuration
+from kubernetes.config import ConfigException
 
 from service.backends.kuberay.client import KubeApi, KubeRefused
 from service.backends.kuberay.watch import RayJobWatch, WatchCache, WatchExpired
@@ -209,3 +211,13 @@ def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path) -> None:
         path.write_bytes(text)
         with pytest.raises(BackendUnreachable, match=r"no access to Kubernetes by .*config"):
             KubeApi.open(path, "shardloom", 1.0)
+
+
+def test_a_token_that_cannot_be_read_anew_now_is_no_answer() -> None:
+    def refresh(_: Configuration) -> None:
+        raise ConfigException("Token file exists but empty.")
+
+    configuration = Configuration(host="http://127.0.0.1:1")
+    configuration.refresh_api_key_hook = refresh
+    with pytest.raises(BackendUnreachable, match="Token file exists but empty"):
+        KubeApi(configuration, "shardloom", 1.0).version()

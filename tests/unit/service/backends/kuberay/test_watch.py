@@ -218,6 +218,6 @@ def test_a_token_that_cannot_be_read_anew_now_is_no_answer() -> None:
         raise ConfigException("Token file exists but empty.")
 
     configuration = Configuration(host="http://127.0.0.1:1")
-    configuration.refresh_api_key_hook = refresh
+    configuration.api_key["BearerToken"], configuration.refresh_api_key_hook = "old", refresh
     with pytest.raises(BackendUnreachable, match="Token file exists but empty"):
         KubeApi(configuration, "shardloom", 1.0).version()

@@ -236,7 +236,9 @@ def test_a_group_or_a_template_that_cannot_be_used_is_refused() -> None:
     ):
         with pytest.raises(SubmissionRefused, match="template"):
             size_of(spec_of(), [{**group("cpu", "16"), **group_of}])
-    broken: list[dict[str, Any]] = [{}, {"spec": {}}, {"spec": {"workerGroupSpecs": [{}]}}]
+    bare = template()
+    bare["spec"]["headGroupSpec"]["template"]["metadata"] = None
+    broken: list[dict[str, Any]] = [{}, {"spec": {}}, {"spec": {"workerGroupSpecs": [{}]}}, bare]
     for manifest in broken:
         with pytest.raises(SubmissionRefused, match="template"):
             rayjob_of(submission(), manifest, OPTIONS)

@@ -32,6 +32,10 @@ def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> Nex
     most, spec = QueueState.of(job).max_workers, following.spec
     if not most:
         return following
+    size = spec.parallelism.shard_group_size
+    if size != "auto":
+        # It may be larger than when the quota was counted.
+        most = most // size * size
     bounds = {"min": spec.parallelism.min_workers, "max": most}
     return replace(following, spec=with_parallelism(spec, workers=bounds) or spec)
 

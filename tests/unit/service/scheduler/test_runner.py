@@ -213,7 +213,9 @@ def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: Ho
 
 
 def test_an_attempt_after_a_shortage_of_memory_runs_another_spec(house: House) -> None:
-    made = queued_job(parallelism={"workers": 8, "shard_group_size": "auto"})
+    ProjectStore(house.store.engine).put(Project("default", max_workers=14), house.now)
+    workers = {"min": 8, "max": 16}
+    made = queued_job(parallelism={"workers": workers, "shard_group_size": "auto"})
     store_job(house.store, made)
     house.backend.play(made.id, Script(("running",)))
     house.poll()
@@ -224,7 +226,7 @@ def test_an_attempt_after_a_shortage_of_memory_runs_another_spec(house: House) -
     house.store.append_events(f"{made.id}-a0", batch(chosen, ended, stream="driver"), house.now)
     house.backend.play(f"{made.id}-a0", Script(("failed",)))
     house.poll(3, every_s=5)
-    path = house.files(made, 1).spec_path
-    assert load_spec(path.read_text()).parallelism.shard_group_size == 4
+    sizes = load_spec(house.files(made, 1).spec_path.read_text()).parallelism
+    assert (sizes.shard_group_size, sizes.world_size) == (4, 12), "within the quota"
     (sent,) = house.store.list_timeline(made.id, kinds=("attempt_submitted",))[1:]
     assert sent.message.endswith("shard_group_size is 4, as memory ran out at 2")

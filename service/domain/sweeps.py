@@ -213,8 +213,9 @@ def decide(sweep: Sweep, trials: Sequence[Observed]) -> SweepStep:
     ):
         message = f"{num_failed} trials failed and none trained a step; mend the spec"
         return SweepStep(
+            submit=to_submit,
             cancel=[each.trial.number for each in active if each.job],
-            end=SweepStatus.FAILED,
+            end=None if to_submit else SweepStatus.FAILED,
             message=message,
         )
     num_left = num_of_trials(sweep) - len(trials)

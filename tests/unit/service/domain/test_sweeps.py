@@ -120,6 +120,9 @@ def test_a_cancelled_sweep_ends_once_its_jobs_have():
 def test_a_sweep_whose_trials_all_fail_at_once_is_given_up():
     failed = [observed(number, JobStatus.FAILED, step=0) for number in range(MAX_FAILURES)]
     assert decide(SWEEP, failed).end is SweepStatus.FAILED
+    # It may have a job of which nothing was stored yet, to be cancelled.
+    step = decide(SWEEP, [*failed, observed(MAX_FAILURES, None)])
+    assert (step.submit, step.num_new, step.end) == ([MAX_FAILURES], 0, None)
     one_trains = [*failed, observed(MAX_FAILURES, step=3)]
     assert decide(SWEEP, one_trains).end is None
 

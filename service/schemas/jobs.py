@@ -408,7 +408,7 @@ class LogsOut(ApiModel):
 
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 # 18 digits: what any database and any file name can hold.
-Checkpoint = Annotated[str, StringConstraints(pattern=r"^(newest|best|\d{1,18})$")]
+Checkpoint = Annotated[str, StringConstraints(pattern=r"^(newest|best|[0-9]{1,18})$")]
 
 
 class RequestExport(RequestModel):

@@ -105,6 +105,7 @@ class JobGoodput:
             self.step = self.durable_step
         else:
             self._meter.commit(now)
+            self._meter.start(_ALL, now)
         self._report(now)
 
     def _apply(self, record: Event) -> None:

@@ -145,3 +145,8 @@ def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Pat
     assert values["goodput/share"] == pytest.approx(40.0 / 90.0)
     assert values["risk/steps_undurable"] == 0.0
     assert told[-1].step == 40
+
+    goodput.begin(tmp_path / "workers-2.jsonl", now=95.0)
+    goodput.end(95.0, is_lost=True)
+    assert told[-1].values["goodput/lost_s/start"] == pytest.approx(25.0)
+    assert told[-1].values["goodput/lost_s/redo"] == pytest.approx(20.0)

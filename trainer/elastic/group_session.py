@@ -116,7 +116,6 @@ class GroupSession(Session):
         super().__init__(config, groups, HeartbeatReporter(client))
         self._interval = self._new_interval()
         self._syncing = self._new_interval()  # what the sync is about that has begun
-        self._seen_rows, self._seen_at = 0, time.perf_counter()
         self._loader = LeaseBatches(
             self.train_source,
             self.spec,
@@ -381,10 +380,13 @@ class GroupSession(Session):
 
     def _take(self, result: RoundResult) -> None:
         """Continue from the ledger of a round's result."""
+        is_first = self._result is None
         self._result, self._before = result, self.state
         self.standing = result.standing
         self.is_leader = result.leader == self.group.group and self.standing == "current"
         self._adopt(result.ledger)
+        if is_first:  # what was trained before says nothing of the speed
+            self._seen_rows, self._seen_at = result.ledger.rows_trained, time.perf_counter()
         self._hold(result.leases)
         self._count_copies()
         if self.spec.parallelism.moment_scale == "auto":

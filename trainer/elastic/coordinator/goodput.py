@@ -65,6 +65,12 @@ class GoodputMeter:
         self._close(group, now)
         self._slots[group] = _Slot("start", now)
 
+    def replace_lost(self, spare: int, now: float) -> None:
+        """The job wants a spare from now on, in the place of a group that was lost, if one was."""
+        slots = self._slots.items()
+        self.leave(next((lost for lost, slot in slots if slot.cause == "recovery"), spare), now)
+        self.start(spare, now)
+
     def train(self, group: int, now: float) -> None:
         """The group is current from now on; no effect on one that is already."""
         slot = self._slots.get(group)

@@ -296,7 +296,7 @@ class Membership:
         spare = self._groups.get(group)
         if spare and spare.is_spare:
             spare.standing, spare.joined_at = "listening", now
-            self._metrics.goodput.start(group, now)
+            self._metrics.goodput.replace_lost(group, now)
             self._advance(now)
         return self._take_effects()
 

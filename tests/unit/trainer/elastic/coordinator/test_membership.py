@@ -599,6 +599,8 @@ def test_a_spare_is_in_no_round_until_it_is_promoted_and_then_copies_and_trains(
     (joined,) = [each for each in world.told("group_joined") if each.group == 2]
     assert (joined.how, joined.copied_bytes) == ("peer_copy", COPIED_BYTES)
     assert joined.duration_s < 300, "it has not copied before"
+    lost_s = world.membership._metrics.goodput.read(world.now + 300)[1]
+    assert lost_s["recovery"] < 300, "nobody waits for the lost group any more"
     world.run_to_end()
     world.check_rows()
 
@@ -1184,6 +1186,7 @@ def test_the_last_copy_and_a_driver_that_asks_cause_a_save_until_one_is_durable(
 
 def test_a_result_that_leaves_one_copy_of_four_causes_a_save_and_scales_moments() -> None:
     session: Any = leader(LeaderProgress(step=40, epoch=1, saved_step=40), 42)
+    session.speed, session._seen_rows, session._seen_at = Mock(read=lambda _: {}), 0, 0.0
     session.spec.parallelism.moment_scale, session.spec.parallelism.num_replicas = "auto", 4
     session.spec.training.accumulate_steps = 1
     for name in ("optimizers", "tuner", "quarantine", "_stream", "_loader"):
@@ -1197,6 +1200,7 @@ def test_a_result_that_leaves_one_copy_of_four_causes_a_save_and_scales_moments(
         session._take(RoundResult(committed=True, ledger=session.ledger, leader=0))
         session.optimizers.set_share.assert_called_with(num_copies / 4)
         assert session.is_checkpoint_step() is is_due
+        assert session.read_speed(0.0)["speed/rows_per_s"] == 0, "others have trained what is there"
 
 
 @pytest.mark.parametrize(("step", "may_lead"), [(41, False), (46, True), (97, True)])

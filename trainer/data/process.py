@@ -26,13 +26,16 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from trainer.errors import DataError
+from trainer.failures import described
+
 _SIZES = struct.Struct("<QQ")  # of a pickle, and of the tensors behind it
 _ALIGNMENT = 64  # bytes
-_END_S = 5.0
 _Place = tuple[int, torch.dtype, torch.Size]  # of a tensor: its first byte, dtype and shape
 
 
@@ -40,8 +43,9 @@ class ReaderProcess:
     """Makes objects in another process and calls them there, one call at a time.
 
     It starts at once, and is ready after some seconds. `pin` puts tensors that are answered into
-    page-locked memory. What a call raises there is raised here, with its message and class, but
-    none of its attributes; RuntimeError where the process has ended.
+    page-locked memory. A `DataError` of a call is raised here with its message, but none of its
+    attributes, and any other error as a RuntimeError. Where the process has ended that is a
+    RuntimeError, too, or a MemoryError if it was killed.
     """
 
     def __init__(self, *, pin: bool = False) -> None:
@@ -74,9 +78,13 @@ class ReaderProcess:
                 _send(self._socket, request)
                 answer, memory = _receive(self._socket, self._pin)
             except OSError as error:
-                raise RuntimeError(
-                    f"the process that reads data has ended ({self._ending()}): was it killed, "
-                    "perhaps for memory?"
+                self._process.kill()
+                code = self._process.wait()
+                # Both may not recur after a restart: `trainer.failures` knows them by this.
+                kind = MemoryError if code == -signal.SIGKILL else RuntimeError
+                raise kind(
+                    f"the process that reads data has ended (exit code {code}, {error}): was it "
+                    "killed, perhaps for memory?"
                 ) from error
         is_well, value = _Unpickler(answer, memory).load()
         if is_well:
@@ -86,16 +94,9 @@ class ReaderProcess:
         raised.args = (message,)
         raise raised
 
-    def _ending(self) -> str:
-        try:
-            code = self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            return "its socket is closed"
-        return f"exit code {code}"
-
     def drop(self, number: int) -> None:
         """Close the object, and forget it; the process may have ended."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, MemoryError):
             self.call(number, "close")
 
     def close(self) -> None:
@@ -163,7 +164,7 @@ def _fill(source: socket.socket, place: memoryview) -> None:
     while place:
         received = source.recv_into(place, 0, socket.MSG_WAITALL)
         if not received:
-            raise ConnectionResetError("the other end has closed the socket")
+            raise ConnectionResetError("connection closed by peer")
         place = place[received:]
 
 
@@ -184,7 +185,10 @@ def serve(connection: socket.socket) -> None:
             answer = True, getattr(found, method)(*arguments) if method else None
         except Exception as error:
             logging.getLogger(__name__).debug("a call fails", exc_info=True)
-            answer = False, (type(error), str(error))
+            if isinstance(error, DataError):
+                answer = False, (type(error), str(error))
+            else:  # which may be made of more than a message
+                answer = False, (RuntimeError, described(error))
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(answer)
@@ -200,6 +204,7 @@ def main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # whoever it serves decides when it ends
     torch.set_num_threads(1)
+    import_module("trainer.data.batches")  # takes longer than the rest of the start
     serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # threads may wait for storage that is away
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 from torchrec import KeyedJaggedTensor
@@ -18,13 +20,15 @@ from trainer.data.batches import Batch, LeaseBatches, TrainBatches, ValidationBa
 from trainer.data.process import ReaderProcess
 from trainer.data.reader import open_source
 from trainer.errors import StorageError
+from trainer.failures import HOST_OOM, WORKERS_LOST, reason_of
 
 LEFT_BEHIND = """
 import os
 from trainer.data.process import ReaderProcess
 process = ReaderProcess()
 process.await_start()
-print(process.make(list), flush=True)
+is_imported = process.make(eval, "'trainer.data.batches' in __import__('sys').modules")
+print(process.call(is_imported, "__bool__"), flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -77,6 +81,9 @@ def test_a_fault_there_is_raised_here_and_others_go_on(
         pytest.raises(StorageError, match=r"\.parquet.*mounted on this host"),
     ):
         next(batches)
+    with pytest.raises(RuntimeError, match="MemoryError: Unable to allocate") as too_large:
+        process.make(np.ones, 10**15)
+    assert reason_of(too_large.value) == HOST_OOM
     with LeaseBatches(train, spec, 0, 1, process=process) as leased:
         leased.submit(Lease(id=0, epoch=0, spans=[(0, 10)]))
         assert next(leased)[0].weight.sum() == 10
@@ -88,10 +95,14 @@ def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train
     with (
         closing(ended),
         TrainBatches(train, make_spec(batch_size=10), 0, 1, process=ended) as batches,
-        pytest.raises(RuntimeError, match=r"ended \(exit code -9\).*for memory\?"),
+        pytest.raises(MemoryError, match=r"ended \(exit code -9, .*for memory\?") as killed,
     ):
         next(batches)
+    assert reason_of(killed.value) == HOST_OOM
+    with closing(ReaderProcess()) as ended, pytest.raises(RuntimeError, match="code 3") as broken:
+        ended.make(os._exit, 3)
+    assert reason_of(broken.value) == WORKERS_LOST
     # Both hold the pipe that is read to its end.
     left = [sys.executable, "-c", LEFT_BEHIND]
     found = subprocess.run(left, capture_output=True, text=True, timeout=scaled(60), check=False)
-    assert (found.stdout, found.stderr, found.returncode) == ("1\n", "", -9)
+    assert (found.stdout, found.stderr, found.returncode) == ("True\n", "", -9)

@@ -69,7 +69,7 @@ from trainer.spec.training import DensePrecision
 
 
 class DenseDataParallelWrapper(DefaultDataParallelWrapper):
-    """Wraps the dense part by DDP where any of it is trained, which DDP insists on.
+    """Wraps the dense part by DDP where ranks average it and any of it is trained, as DDP insists.
 
     Else it starts equal all the same, as DDP would have made it.
     """
@@ -82,7 +82,7 @@ class DenseDataParallelWrapper(DefaultDataParallelWrapper):
         ddp_ignore_param_names: set[str],
     ) -> None:
         dense = (p for name, p in dmp.named_parameters() if name not in ddp_ignore_param_names)
-        if any(parameter.requires_grad for parameter in dense):
+        if env.process_group.size() > 1 and any(parameter.requires_grad for parameter in dense):
             super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
         else:
             _start_equal(dmp.module, env.process_group, device)
@@ -296,7 +296,7 @@ class TwoDParallel(DistributedModelParallel):
 
     def _compress_gradients(self) -> None:
         wrapped = self._dmp_wrapped_module
-        if isinstance(wrapped, DistributedDataParallel) and wrapped.process_group.size() > 1:
+        if isinstance(wrapped, DistributedDataParallel):
             # TorchRec's `allreduce_comm_precision` averages over the default group, not this one;
             # and torch refuses its hook by name without CUDA, as if gloo had no bf16.
             wrapped.register_comm_hook(

@@ -7,6 +7,7 @@ the user's own is built by `trainer.models.user_module`. Outputs are [B, K] for 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ class Recommender(nn.Module):
             task.weight * _LOSSES[task.loss](counted[:, k], label[:, k], reduction="none")
             for k, task in enumerate(self._tasks)
         ]
-        total = (torch.stack(losses).sum(0) * batch.weight).sum()
+        total = (reduce(torch.add, losses) * batch.weight).sum()
         return total / batch.weight.sum().clamp(min=LEAST_WEIGHT), outputs.detach()
 
 

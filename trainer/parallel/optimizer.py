@@ -280,7 +280,8 @@ class Optimizers:
         dense_rate = self._share / self._gradient_scale(dense.name == "adagrad")
         _set_lr(self.dense, dense.lr * self._factor * dense_rate)
         if not self.is_accumulating:
-            self.dense.zero_grad()
+            for parameter in self.dense.params.values():
+                parameter.grad = None
 
     def set_share(self, share: float) -> None:
         """Train as one of M' groups instead of M, of which `share` is M' / M, from the next step.
@@ -417,8 +418,8 @@ def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_gradients(parameters: Iterable[torch.Tensor], scale: float) -> None:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients and scale != 1:
+    gradients = [p.grad for p in parameters if p.grad is not None] if scale != 1 else []
+    if gradients:
         torch._foreach_mul_(gradients, scale)
 
 

@@ -136,11 +136,15 @@ class PhaseTimes:
     def during(self, phase: Phase) -> Iterator[None]:
         """`phase` inside the block, and what came before after it."""
         before = self._current
-        self.enter(phase)
-        # Hooks divide the forward pass further, so its range is not only the dense part.
-        with self.shown("forward" if phase == "dense" else phase):
+        with self.begun(phase):
             yield
         self.enter(before)
+
+    def begun(self, phase: Phase) -> AbstractContextManager[Any]:
+        """Begin `phase`, which lasts until another one begins; the block is its range in a trace."""
+        self.enter(phase)
+        # Hooks divide the forward pass further, so its range is not only the dense part.
+        return self.shown("forward" if phase == "dense" else phase)
 
     def shown(self, name: str) -> AbstractContextManager[Any]:
         """A range in the profiler's trace, if there is one to annotate."""

@@ -341,14 +341,15 @@ class Session:
             torch.manual_seed(step_seed(seed, self.rows_agreed, step, self.rank))
         self.loss_weighting.begin(batch)
         with self.model.averaging(is_dense_step):
-            with self.phases.during("dense"):
+            with self.phases.begun("dense"):
                 loss, outputs = self.pipeline.forward(batch)
-            with self.phases.during("backward"):
+            with self.phases.begun("backward"):
                 self.loss_weighting.scaled(loss, self.optimizers.weigh).backward()
-        with self.phases.during("optimizer"):
+        with self.phases.begun("optimizer"):
             self.optimizers.step(is_dense_step)
-        with self.phases.during("sync"):
+        with self.phases.begun("sync"):
             self.sync.tick()
+        self.phases.enter("other")
         self.train_meter.update(batch, loss, outputs)
         self.loss_guard.add(loss.detach())
         self.quarantine.add(batch.quarantined)

@@ -141,7 +141,7 @@ class PhaseTimes:
         self.enter(before)
 
     def begun(self, phase: Phase) -> AbstractContextManager[Any]:
-        """Begin `phase`, which lasts until another one begins; the block is its range in a trace."""
+        """Begin `phase`, which lasts until another begins; the block is its range in a trace."""
         self.enter(phase)
         # Hooks divide the forward pass further, so its range is not only the dense part.
         return self.shown("forward" if phase == "dense" else phase)

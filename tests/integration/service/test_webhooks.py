@@ -71,7 +71,11 @@ def test_what_happens_to_a_job_arrives_signed(client: ShardloomClient) -> None:
             signed = f"v1,{base64.b64encode(digest).decode()}"
             assert request.headers["webhook-signature"] == signed
             assert request.headers["host"] == f"127.0.0.1:{receiver.port}"
-    assert {each.state for each in client.deliveries(hook.id)} == {"delivered"}
+        # Noted once the receiver has answered.
+        wait_for(
+            lambda: {each.state for each in client.deliveries(hook.id)} == {"delivered"},
+            "all deliveries to be noted",
+        )
 
 
 def test_a_delivery_whose_service_died_before_it_was_noted_is_sent_again_with_its_id(

@@ -30,13 +30,11 @@ prepare_ratings() {
 # started. What is done before `await_shardloom` is done meanwhile.
 start_shardloom() {
     say "Starting Shardloom and a local Ray, in the background"
-    owned=no
-    "$shardloom" status >/dev/null 2>&1 || owned=yes
-    trap stop_shardloom EXIT
     mkdir -p "$SHARDLOOM_HOME/demo"
     start_log="$SHARDLOOM_HOME/demo/start.log"
     "$shardloom" up --detach "$@" >"$start_log" 2>&1 &
     start_pid=$!
+    trap stop_shardloom EXIT
 }
 await_shardloom() {
     say "Waiting until Shardloom and Ray are up"
@@ -45,7 +43,10 @@ await_shardloom() {
     cat "$start_log"
     return "$code"
 }
-stop_shardloom() { [ "$owned" = no ] || "$shardloom" down; }
+stop_shardloom() {
+    wait "$start_pid" || true
+    grep -q 'is already up' "$start_log" || "$shardloom" down
+}
 
 # Leaves the dashboard up until Ctrl-C, unless WAIT=0.
 stay() {

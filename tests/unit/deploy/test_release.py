@@ -78,6 +78,22 @@ def test_zizmor_finds_nothing_that_others_could_misuse() -> None:
     assert done.returncode == 0, done.stdout
 
 
+# ---- the demos
+
+
+@pytest.mark.parametrize(("said", "ends"), [("Shardloom is already up", False), ("ready", True)])
+def test_a_demo_ends_the_stack_that_it_started_and_no_other(
+    tmp_path: Path, said: str, ends: bool
+) -> None:
+    # `status` succeeds: another service may answer at the default port.
+    _stub(tmp_path, "shardloom", f'echo "$1" >>"$STUB/calls"\n[ "$1" != up ] || echo "{said}"')
+    script = 'source deploy/demo_common.sh; shardloom="$STUB/shardloom"; start_shardloom; exit 3'
+    folder = str(tmp_path)
+    done = run_program(["bash", "-c", script], STUB=folder, SHARDLOOM_HOME=folder)
+    assert done.returncode == 3, done.stderr
+    assert ("down" in (tmp_path / "calls").read_text().split()) == ends
+
+
 # ---- images
 
 

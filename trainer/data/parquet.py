@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from trainer.data.manifest import FileContents, read_footer
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
-from trainer.data.transforms import Moments
+from trainer.data.transforms import Moments, is_text
 from trainer.errors import (
     ColumnError,
     CorruptFileError,
@@ -231,12 +231,18 @@ def read_schema(folder: Location | Path) -> pa.Schema:
 
 
 def as_read(stored: pa.Schema) -> pa.Schema:
-    """Booleans are read as the integers 0 and 1, decimals as floats."""
+    """Booleans are read as the integers 0 and 1, decimals as floats, categories but text as what
+    they stand for."""
     for place, field in enumerate(stored):
-        if pa.types.is_boolean(field.type):
-            stored = stored.set(place, field.with_type(pa.uint8()))
-        elif pa.types.is_decimal(field.type):
-            stored = stored.set(place, field.with_type(pa.float64()))
+        is_coded = pa.types.is_dictionary(field.type)
+        kind = field.type.value_type if is_coded else field.type
+        if pa.types.is_boolean(kind):
+            kind = pa.uint8()
+        elif pa.types.is_decimal(kind):
+            kind = pa.float64()
+        elif not is_coded or is_text(kind):
+            continue
+        stored = stored.set(place, field.with_type(kind))
     return stored
 
 

@@ -42,10 +42,10 @@ class HashEncoder:
     wanted: str = "a string or an integer"
 
     def accepts(self, kind: pa.DataType) -> bool:
-        return _is_string(kind) or pa.types.is_integer(kind)
+        return is_text(kind) or pa.types.is_integer(kind)
 
     def encode(self, values: pa.Array) -> IntArray:
-        if _is_string(values.type):
+        if is_text(values.type):
             return _by_distinct(values, lambda distinct: self._ids(_string_words(distinct)))
         numbers = pc.fill_null(values, 0) if values.null_count else values
         ids = self._ids(numbers.cast(pa.int64(), safe=False).to_numpy().view(np.uint64))
@@ -69,8 +69,7 @@ class VocabularyEncoder:
         return "a string" if self.values.dtype == pl.String else "an integer"
 
     def accepts(self, kind: pa.DataType) -> bool:
-        is_text = self.values.dtype == pl.String
-        return _is_string(kind) if is_text else pa.types.is_integer(kind)
+        return is_text(kind) if self.values.dtype == pl.String else pa.types.is_integer(kind)
 
     def encode(self, values: pa.Array) -> IntArray:
         return _by_distinct(values, self._ids)
@@ -161,13 +160,13 @@ def _load(text: str, version: tuple[int, int] | None, min_count: int) -> Vocabul
         if name not in table.column_names:
             raise ColumnError(f"{path}: no column '{name}'; a vocabulary has {', '.join(wanted)}")
     kind = table.schema.field("value").type
-    if not _is_string(kind) and not pa.types.is_integer(kind):
+    if not is_text(kind) and not pa.types.is_integer(kind):
         raise ColumnError(f"{path}: column 'value' is {kind}, neither a string nor an integer")
     if min_count > 1:
         table = table.filter(pc.greater_equal(table["count"], min_count))
     # Hashes of 64 bits need all of an uint64.
     number = pl.UInt64 if pa.types.is_uint64(kind) else pl.Int64
-    known = pl.Series(table["value"]).cast(pl.String if _is_string(kind) else number)
+    known = pl.Series(table["value"]).cast(pl.String if is_text(kind) else number)
     frame = pl.DataFrame({"value": known, "id": pl.Series(table["index"]).cast(pl.Int64)})
     # A null is what has no value; it has id 0 whatever the vocabulary says.
     frame = frame.drop_nulls("value").sort("value")
@@ -302,7 +301,8 @@ def _without_missing(ids: IntArray, values: pa.Array) -> IntArray:
     return np.where(values.is_null().to_numpy(zero_copy_only=False), MISSING_ID, ids)
 
 
-def _is_string(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values are strings, maybe as categories."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)

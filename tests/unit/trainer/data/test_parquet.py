@@ -115,12 +115,19 @@ def test_a_byte_that_changed_in_a_prepared_file_is_found(prepared, tmp_path):
         source.read([0])
 
 
-def test_booleans_are_integers_and_decimals_floats(tmp_path):
-    columns = {"is_new": [True, None, False], "price": [Decimal("1.50"), Decimal("2.00"), None]}
+def test_booleans_are_integers_decimals_floats_and_categories_what_they_stand_for(tmp_path):
+    columns = {
+        "is_new": pa.array([True, None, False]),
+        "price": pa.array([Decimal("1.50"), Decimal("2.00"), None]),
+        "shop": pa.array([7, None, 7]).dictionary_encode(),
+        "colour": pa.array(["red", None, "red"]).dictionary_encode(),
+    }
     source = ParquetSource(write(tmp_path / "d", one=pa.table(columns)), [*columns])
-    assert source.schema.types == [pa.uint8(), pa.float64()]
+    assert source.schema.types == [pa.uint8(), pa.float64(), pa.int64(), columns["colour"].type]
     assert read_schema(tmp_path / "d") == source.schema
-    assert source.read([0]).to_pydict() == {"is_new": [1, None, 0], "price": [1.5, 2.0, None]}
+    found = source.read([0]).to_pydict()
+    assert (found["is_new"], found["price"]) == ([1, None, 0], [1.5, 2.0, None])
+    assert (found["shop"], found["colour"]) == ([7, None, 7], ["red", None, "red"])
 
 
 def test_the_decoded_size_counts_list_items(tmp_path):

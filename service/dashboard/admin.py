@@ -20,6 +20,7 @@ from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import page_frame, panel
 from service.domain.auth import ALL_PROJECTS, Role
+from service.errors import StoreUnavailable
 from service.schemas import wording
 from trainer.protocol.versions import versions_here
 
@@ -86,7 +87,11 @@ class ClusterPage:
     def _users_of_hosts(self) -> dict[str, list[tuple[str, str]]]:
         """(id, name) of the jobs on each host, as far as jobs tell their hosts."""
         visible, found = self._visible, defaultdict(set)
-        for job in self._rest.context.store.list_live_jobs():
+        try:
+            jobs = self._rest.context.store.list_live_jobs()
+        except StoreUnavailable:
+            return {}  # The page says so of the service.
+        for job in jobs:
             is_visible = visible is None or job.project in visible
             if is_visible and job.membership is not None:
                 for member in job.membership.members:
@@ -229,7 +234,10 @@ class SettingsPage:
             button("Make a key", self._key_dialog.open)
 
     async def _show_keys(self) -> None:
-        keys = (await self._rest.get("/v1/keys", limit=200))["items"]
+        found = await self._rest.get("/v1/keys", limit=200)
+        keys = found["items"]
+        if found["next"]:
+            ui.label("Only 200 keys are shown; `shardloom keys list` has all.").classes("muted")
         if not keys:
             ui.label("There is no key yet.").classes("empty")
             return
@@ -276,7 +284,7 @@ class SettingsPage:
             button("Add a webhook", self._webhook_dialog.open)
 
     async def _show_webhooks(self) -> None:
-        webhooks = (await self._rest.get("/v1/webhooks", limit=200))["items"]
+        webhooks = (await self._rest.get("/v1/webhooks"))["items"]
         if not webhooks:
             ui.label("There is no webhook yet.").classes("empty")
             return

@@ -30,11 +30,11 @@ from service.dashboard.compare import ComparePage
 from service.dashboard.job import JobPage
 from service.dashboard.jobs import ListFeed, ListPage
 from service.dashboard.new_job import NewJobPage
-from service.dashboard.rest import Rest
-from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
+from service.dashboard.rest import Refused, Rest
+from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, blank_page
 from service.dashboard.sweeps import SweepPage, SweepsPage
 from service.domain.auth import Session
-from service.errors import CsrfRefused, NotSignedIn
+from service.errors import CsrfRefused, NotFound, NotSignedIn, StoreUnavailable
 
 router = APIRouter(include_in_schema=False)
 _HOME = f"{MOUNT_PATH}/"
@@ -170,7 +170,7 @@ def mount(app: FastAPI) -> None:
         "/settings": partial(SettingsPage, rest),
     }
     for path, page in pages.items():
-        _add_page(path, page)
+        _add_page(path, page, rest)
 
     app.include_router(router)
 
@@ -192,12 +192,15 @@ def mount(app: FastAPI) -> None:
     )
 
 
-def _add_page(path: str, page: Callable[..., Any]) -> None:
-    """Serve a page; it is made with the parameters of its path, and then built."""
+def _add_page(path: str, page: Callable[..., Any], rest: Rest) -> None:
+    """Serve a page, made with the parameters of its path and then built, or why it cannot be."""
 
     @ui.page(path, response_timeout=_BUILD_TIMEOUT_S)
     async def _build(request: Request) -> None:
-        await page(**request.path_params).build()
+        try:
+            await page(**request.path_params).build()
+        except (NotFound, StoreUnavailable, Refused) as error:
+            blank_page(rest, error.title, str(error), error.status)
 
 
 def _show_unknown_pages(app: FastAPI) -> None:
@@ -227,4 +230,4 @@ def _wants_page(request: Request) -> bool:
 
 def _unknown_page(rest: Rest) -> None:
     why = "The address may be misspelt, or the page has moved."
-    not_found(rest, "This page does not exist", why)
+    blank_page(rest, "This page does not exist", why)

@@ -22,7 +22,7 @@ from service.domain.auth import Principal
 from service.domain.membership import sizes_of_job
 from service.domain.models import Attempt, Job, MetricPoint
 from service.domain.sweeps import direction_of
-from service.errors import JobNotFound
+from service.errors import JobNotFound, StoreUnavailable
 from service.jobs.submit import find_job
 from service.schemas import wording
 
@@ -129,7 +129,11 @@ class ComparePage:
 
     async def _begin(self) -> None:
         """Show what needs points."""
-        await self._reading
+        try:
+            await self._reading
+        except StoreUnavailable as error:
+            ui.notify(f"The curves cannot be read: {error}", type="warning", multi_line=True)
+            return
         if self._compared:
             self._show_results()
             self._redraw(self._view)

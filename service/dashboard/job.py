@@ -25,7 +25,7 @@ from service.dashboard.panels import (
     TracePanel,
 )
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, link_button, not_found, page_frame, panel
+from service.dashboard.shell import MOUNT_PATH, link_button, page_frame, panel
 from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, Points, load_job, read_points
 from service.db.jobs import JobStore
 from service.domain.auth import Role
@@ -50,14 +50,10 @@ class JobPage:
         self._timer: ui.timer | None = None
 
     async def build(self) -> None:
-        """Draw the page, or a 404 if there is no such job."""
-        try:
-            snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, None)
-            if self._rest.reader().role_in(snapshot.job.project) is None:
-                raise JobNotFound(self._job_id)
-        except JobNotFound:
-            not_found(self._rest, "There is no such job", f"Nothing is known of '{self._job_id}'.")
-            return
+        """Draw the page; raises `JobNotFound`, `StoreUnavailable`."""
+        snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, None)
+        if self._rest.reader().role_in(snapshot.job.project) is None:
+            raise JobNotFound(self._job_id)
         self._snapshot = snapshot
         with page_frame(snapshot.job.name, self._rest):
             self._build_head()

@@ -353,8 +353,9 @@ class ListPage:
                 ui.timer(0.0, self._draw_sparks, once=True)
         is_filtered = self._query.is_filtered
         self._table.set_visibility(bool(jobs))
-        self._empty.set_visibility(not jobs and not is_filtered)
-        self._unmatched.set_visibility(not jobs and is_filtered)
+        is_known = not self._fault.text
+        self._empty.set_visibility(not jobs and not is_filtered and is_known)
+        self._unmatched.set_visibility(not jobs and is_filtered and is_known)
         self._filters.set_visibility(bool(jobs) or is_filtered)
         self._foot.set_visibility(bool(jobs))
         self._note.set_text(counted(len(jobs), "job") + (", newest first" if len(jobs) > 1 else ""))
@@ -396,8 +397,10 @@ class ListPage:
         self._table.update()
 
     async def _turn(self) -> None:
-        self._before.append(self._query.after)
-        await self._change(after=self._snapshot.following or "")
+        following = self._snapshot.following
+        if following and following != self._query.after:  # Else the page is being read already.
+            self._before.append(self._query.after)
+            await self._change(after=following)
 
     async def _turn_back(self) -> None:
         await self._change(after=self._before.pop() if self._before else "")

@@ -18,7 +18,7 @@ from nicegui import events, ui
 from service.dashboard import fragments, spec_text
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, go_to, not_found, page_frame, panel
+from service.dashboard.shell import MOUNT_PATH, blank_page, go_to, page_frame, panel
 from service.dashboard.sweeps import SearchForm, options_of
 from service.domain.auth import Role
 from service.domain.timeline import counted
@@ -87,7 +87,6 @@ class NewJobPage:
         self._cloned: JobSpec | None = None
         self._original: Any = None
         self._key = str(uuid.uuid4())
-        self._has_code = False
         self._is_syncing = False
         self._pending: ui.timer | None = None
         self._planning: ui.timer | None = None
@@ -97,7 +96,7 @@ class NewJobPage:
     async def build(self) -> None:
         if not self._rest.reader().may_somewhere(Role.SUBMITTER):
             why = "It needs the role submitter in a project."
-            not_found(self._rest, "You may not submit jobs", why)
+            blank_page(self._rest, "You may not submit jobs", why)
             return
         text = await self._first_text()
         with page_frame("New job", self._rest):
@@ -105,12 +104,10 @@ class NewJobPage:
                 ui.html("<h1>New job</h1>", sanitize=False)
                 ui.element("span").classes("grow")
                 names = {name: f"examples/{name}" for name in self._templates}
-                if self._source:
-                    names = {"": f"copy of {self._source}", **names}
+                names[""] = f"copy of {self._source}" if self._source else "an empty spec"
                 self._choice = ui.select(
                     names, value=self._template, on_change=self._use_template
                 ).props('aria-label="Begin with"')
-                self._choice.set_visibility(bool(names))
                 self._submit = ui.button("Submit", on_click=self._submit_now, color=None)
                 self._submit.props("unelevated no-caps").classes("button primary submit-button")
             force = partial(self._submit_now, force=True)
@@ -141,20 +138,16 @@ class NewJobPage:
         await self._check()
 
     async def _first_text(self) -> str:
+        self._templates[""] = _EMPTY
         if self._source:
-            try:
-                told = await self._rest.get(f"/v1/jobs/{quote(self._source, safe='')}")
-            except Refused as refused:
-                ui.notify(str(refused), type="warning", multi_line=True)
-                self._source = ""
-            else:
-                job = JobDetail.model_validate(told, context={"stored": True})
-                self._source, self._cloned = job.id, spec_of_clone(job.spec)
-                self._original = self._cloned.model_dump(mode="json", exclude_defaults=True)
-                return spec_text.written(self._original)
-        has_default = _DEFAULT_TEMPLATE in self._templates
-        self._template = _DEFAULT_TEMPLATE if has_default else ""
-        text = self._templates.get(self._template, _EMPTY)
+            told = await self._rest.get(f"/v1/jobs/{quote(self._source, safe='')}")
+            job = JobDetail.model_validate(told, context={"stored": True})
+            self._source, self._cloned = job.id, spec_of_clone(job.spec)
+            document = self._cloned.model_dump(mode="json", exclude_defaults=True)
+            self._templates[""] = spec_text.written(document)
+        elif _DEFAULT_TEMPLATE in self._templates:
+            self._template = _DEFAULT_TEMPLATE
+        text = self._templates[self._template]
         self._original = parse_document(text)
         return text
 
@@ -222,11 +215,10 @@ class NewJobPage:
     # ---- text and form
 
     async def _use_template(self) -> None:
-        self._template = str(self._choice.value or "")
-        text = self._templates.get(self._template)
-        if text is not None:
-            self._source, self._original = "", parse_document(text)
-            self._editor.set_value(text)
+        self._template = str(self._choice.value)
+        text = self._templates[self._template]
+        self._original = parse_document(text)
+        self._editor.set_value(text)
 
     def _text_changed(self) -> None:
         self._key = str(uuid.uuid4())
@@ -257,15 +249,10 @@ class NewJobPage:
         self._show_values(checked.document)
         search = self._search.check(checked.spec)
         verb = "sweep" if search else "submit"
-        origin = f"{verb} examples/{self._template}" if self._template else ""
-        origin = f"clone {self._source}" if self._source and not search else origin
+        origin = f"clone {self._source}" if self._source and not search else ""
+        origin = f"{verb} examples/{self._template}" if self._template else origin
         command = spec_text.command_of(
-            checked.document,
-            verb,
-            origin,
-            self._original,
-            has_code=self._has_code,
-            options=options_of(search),
+            checked.document, verb, origin, self._original, options=options_of(search)
         )
         self._command.set_text(command)
         self._submit.set_text("Start the sweep" if search else "Submit")
@@ -377,7 +364,6 @@ class NewJobPage:
         except (Refused, SpecError, CodeError) as error:
             ui.notify(str(error), type="warning", multi_line=True)
             return
-        self._has_code = True
         self._editor.set_value(text)
         ui.notify(f"{counted(kept['num_files'], 'file')} uploaded; model.code names them.")
 
@@ -393,7 +379,7 @@ class NewJobPage:
         path, body = "/v1/jobs", {"spec": checked.document}
         if search:
             path, body = "/v1/sweeps", body | search
-        elif self._source and self._cloned:
+        elif self._cloned and not self._template:
             both = (self._cloned, checked.spec)
             old, new = (each.model_dump(mode="json", exclude_none=True) for each in both)
             path, body = f"/v1/jobs/{self._source}:clone", {"patch": spec_text.patch_of(old, new)}

@@ -26,6 +26,7 @@ class Refused(Exception):
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.status, self.title = problem.status, problem.title
         super().__init__(problem.detail)
 
 

@@ -109,11 +109,11 @@ def go_to(address: str) -> None:
     ui.navigate.to(address.removeprefix(MOUNT_PATH))
 
 
-def not_found(rest: Rest, title: str, explanation: str) -> None:
-    """A friendly 404: what is missing, and a way back. Sets the status of the response."""
-    ui.context.client.status_code = 404
-    with page_frame("Not found", rest), ui.element("div").classes("blank"):
-        ui.label("404").classes("blank-code")
+def blank_page(rest: Rest, title: str, explanation: str, status: int = 404) -> None:
+    """What is missing or cannot be read, and a way back. Sets the status of the response."""
+    ui.context.client.status_code = status
+    with page_frame(title, rest), ui.element("div").classes("blank"):
+        ui.label(str(status)).classes("blank-code")
         ui.label(title).classes("blank-title")
         ui.label(explanation)
         link_button("See all jobs", f"{MOUNT_PATH}/")

@@ -247,7 +247,6 @@ def command_of(
     origin: str,
     original: Any,
     *,
-    has_code: bool,
     options: Iterable[str] = (),
 ) -> str:
     """The command that submits the same: what it came from with settings, or a file of its own.
@@ -258,6 +257,8 @@ def command_of(
     settings = _settings(original, document) if origin else None
     if settings is None or len(settings) > _MAX_SETTINGS:
         origin, settings = f"{verb} job.yaml", {}
+    code = value_at(document, "model.code")
+    has_code = code is not None and code != value_at(original, "model.code")
     told = [f"--set {shlex.quote(f'{path}={flow(value)}')}" for path, value in settings.items()]
     head = f"shardloom {origin}{' --code DIR' if has_code else ''}"
     return " \\\n  ".join([head, *told, *options])
@@ -289,7 +290,7 @@ def _settings(old: Any, new: Any, path: str = "") -> dict[str, Any] | None:
         is_new_section = name not in old and isinstance(value, dict) and value
         before = {} if is_new_section else old.get(name, _NOTHING)
         below = {here: value} if before is _NOTHING else _settings(before, value, here)
-        if below is None or name == "code":
+        if below is None or "model.code" in below:
             return None
         found |= below
     return found

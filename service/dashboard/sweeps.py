@@ -13,7 +13,7 @@ from service.dashboard import charts, fragments
 from service.dashboard.job import ChartBox
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
-from service.dashboard.shell import MOUNT_PATH, link_button, not_found, page_frame, panel
+from service.dashboard.shell import MOUNT_PATH, link_button, page_frame, panel
 from service.dashboard.spec_text import flow
 from service.domain.auth import Role
 from service.domain.sweeps import SweepStatus
@@ -123,16 +123,23 @@ class SweepsPage:
                 ui.element("span").classes("grow")
                 if self._rest.reader().may_somewhere(Role.SUBMITTER):
                     link_button("New sweep", f"{MOUNT_PATH}/new", "primary")
+            self._fault = ui.label().classes("notice tone-warn").props("role=status")
             self._body = ui.element("div").classes("stack")
         await self.refresh()
         ui.timer(_REFRESH_S, self.refresh, immediate=False)
 
     async def refresh(self) -> None:
-        found = (await self._rest.get("/v1/sweeps", limit=200))["items"]
+        try:
+            found = await self._rest.get("/v1/sweeps", limit=200)
+        except Refused as refused:
+            self._fault.set_text(f"The list cannot be read: {refused}")
+            return
+        more = "Only the newest 200 are shown; `shardloom sweeps list --limit N` has more."
+        self._fault.set_text(more if found["next"] else "")
         if found == self._shown:
             return
         self._shown = found
-        sweeps = [SweepSummary.model_validate(each) for each in found]
+        sweeps = [SweepSummary.model_validate(each) for each in found["items"]]
         self._body.clear()
         with self._body:
             if not sweeps:
@@ -154,11 +161,7 @@ class SweepPage:
         self._shown: SweepDetail | None = None
 
     async def build(self) -> None:
-        try:
-            found = await self._read()
-        except Refused as refused:
-            not_found(self._rest, "This sweep does not exist", str(refused))
-            return
+        found = await self._read()
         with page_frame(found.name, self._rest):
             with ui.element("nav").classes("crumbs").props('aria-label="Path"'):
                 with ui.element("a").props(f'href="{MOUNT_PATH}/sweeps"'):

@@ -17,6 +17,8 @@ from playwright.sync_api import Locator, Page, expect
 
 from service import storage
 from service.dashboard import panels, spec_text
+from service.dashboard.jobs import PAGE_SIZE
+from service.db.jobs import JobStore
 from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
 from service.domain.models import Job, JobStatus
@@ -168,6 +170,55 @@ def test_an_address_with_half_a_filter_says_what_is_wrong_with_it(page: Page, ru
     expect(page.get_by_text("No jobs yet")).not_to_be_visible()
     page.get_by_label("Metric", exact=True).fill("")
     expect(page.get_by_role("row").filter(has_text=running.id)).to_be_visible(timeout=LIVE_MS)
+
+
+def test_two_quick_clicks_turn_one_page_and_the_way_back_is_one_click(
+    page: Page, dashboard: Dashboard
+) -> None:
+    for number in range(PAGE_SIZE + 1):
+        store_job(dashboard.store, queued_job(now=time.time() - 100 + number))
+    page.goto("/dashboard/")
+    rows = page.locator(".job-row")
+    expect(rows).to_have_count(PAGE_SIZE)
+    page.get_by_role("button", name="Older").dblclick()
+    expect(rows).to_have_count(1, timeout=LIVE_MS)
+    page.get_by_role("button", name="Newer").click()
+    expect(rows).to_have_count(PAGE_SIZE, timeout=LIVE_MS)
+
+
+def test_pages_say_why_they_cannot_be_read_while_the_store_is_away(
+    page: Page, dashboard: Dashboard, running: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = Mock(side_effect=StoreUnavailable("it is locked"))
+    for store, name in (
+        *((JobStore, each) for each in ("get_job", "list_jobs", "list_live_jobs")),
+        *((SweepStore, each) for each in ("get", "list_sweeps")),
+    ):
+        monkeypatch.setattr(store, name, locked)
+    for path, status in (
+        *((f"jobs/{running.id}", 503), (f"compare?jobs={running.id}", 503), ("sweeps/x", 503)),
+        *(("new?source=x", 503), ("", 200), ("sweeps", 200), ("cluster", 200)),
+    ):
+        answer = page.request.get(f"{dashboard.url}/dashboard/{path}")
+        assert (answer.status, "it is locked" in answer.text()) == (status, True), path
+
+
+def test_a_new_job_begins_with_a_copy_an_example_or_nothing(
+    page: Page, running: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.goto(f"/dashboard/new?source={running.id}")
+    editor, command = page.get_by_label("Spec", exact=True), page.locator(".command-line")
+    for chosen, text, told in (
+        ("examples/movielens.yaml", "The demo", "submit examples/movielens.yaml"),
+        (f"copy of {running.id}", running.name, f"clone {running.id}"),
+    ):
+        page.get_by_role("combobox", name="Begin with").click()
+        page.get_by_role("option", name=chosen).click()
+        expect(editor).to_contain_text(text)
+        expect(command).to_contain_text(told, timeout=LIVE_MS)
+    monkeypatch.setattr(spec_text, "_EXAMPLES_DIRS", ())
+    page.goto("/dashboard/new")
+    expect(editor).to_contain_text("my-job")
 
 
 def test_the_form_of_a_new_job_says_what_is_wrong_and_leaves_the_text_alone(page: Page) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from service.domain.membership import (
     workers_held,
 )
 from service.domain.metrics import compared
-from service.domain.models import Attempt, Job, JobStatus, Progress, Project, QueueState, Usage
+from service.domain.models import Attempt, Job, JobStatus, Progress, Project, QueueState
 from service.domain.retries import advice_of
 from service.domain.sweeps import Observed, Sweep, best_of, num_of_trials
 from service.errors import ExportNotReady
@@ -125,17 +125,23 @@ def _running(job: Job) -> RunningJob:
     )
 
 
-def usage_by_project(live: Sequence[Job]) -> dict[str, Usage]:
+def projects_view(live: Iterable[Job], quotas: Iterable[Project]) -> list[ProjectOut]:
+    """Every project that has quotas or live jobs, by name, with what its jobs hold now."""
+    known = {project.name: project for project in quotas}
     workers, running, queued = Counter[str](), Counter[str](), Counter[str]()
     for job in live:
         workers[job.project] += workers_held(job)
         running[job.project] += not job.status.is_at_rest
         queued[job.project] += job.status is JobStatus.QUEUED
-    return {name: Usage(workers[name], running[name], queued[name]) for name in workers}
-
-
-def project_view(project: Project, usage: Usage) -> ProjectOut:
-    return ProjectOut(**vars(project), **vars(usage))
+    return [
+        ProjectOut(
+            **vars(known.get(name) or Project(name)),
+            num_workers=workers[name],
+            num_running_jobs=running[name],
+            num_queued_jobs=queued[name],
+        )
+        for name in sorted({*known, *workers})
+    ]
 
 
 def summary_of(job: Job) -> JobSummary:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, delete, or_, select, update
 
@@ -25,12 +25,10 @@ class ProjectStore(Transactions):
         rows = self.rows(select(projects).order_by(projects.c.name))
         return [Project(**row) for row in rows]
 
-    def put(self, project: Project, now: float) -> Project:
+    def put(self, project: Project, now: float) -> None:
         """Set the quotas of a project, new or known. `now` is Unix seconds."""
-        stored = replace(project, updated_at=now)
         with self.write() as connection:
-            upsert(connection, projects, vars(stored), "name")
-        return stored
+            upsert(connection, projects, {**vars(project), "updated_at": now}, "name")
 
     def remove(self, name: str) -> None:
         """Remove the quotas of a project; raises `ProjectNotFound`."""

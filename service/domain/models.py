@@ -8,7 +8,7 @@ durations end in `_s`, sizes in `_bytes`. Pure: no FastAPI, SQL or Ray.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
@@ -453,18 +453,3 @@ class Project:
     max_workers: int | None = None
     max_running_jobs: int | None = None
     updated_at: float | None = None
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What the jobs of a project hold now."""
-
-    num_workers: int = 0
-    num_running_jobs: int = 0
-    num_queued_jobs: int = 0
-
-
-def with_unlisted(projects: Iterable[Project], names: Iterable[str]) -> list[Project]:
-    """The projects that have a row, and those that jobs name without one, by name."""
-    known = {project.name: project for project in projects}
-    return [known.get(name) or Project(name) for name in sorted({*known, *names})]

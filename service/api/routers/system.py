@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request, Response, status
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from service.api.deps import ContextDep, PrincipalDep, ThreadRoute, known_principal
-from service.api.views import project_view, queue_view, usage_by_project
-from service.domain.models import Project, Usage, with_unlisted
+from service.api.deps import Context, ContextDep, PrincipalDep, ThreadRoute, known_principal
+from service.api.views import projects_view, queue_view
+from service.domain.models import Project
 from service.errors import (
     BackendUnreachable,
     ProjectNotFound,
@@ -36,25 +36,20 @@ NamePath = Annotated[str, Path(pattern=NAME_PATTERN, examples=["ads"])]
 @projects_router.get("", summary="List projects")
 def list_projects(context: ContextDep, principal: PrincipalDep) -> Page[ProjectOut]:
     """Every project that has quotas or jobs that have not ended, by name, all on one page."""
-    usage = usage_by_project(context.store.list_live_jobs())
-    known = with_unlisted(context.projects.list(), usage)
-    visible = principal.projects
-    return Page(
-        items=[
-            project_view(project, usage.get(project.name, Usage()))
-            for project in known
-            if visible is None or project.name in visible
-        ]
-    )
+    found, visible = _projects(context), principal.projects
+    return Page(items=[each for each in found if visible is None or each.name in visible])
+
+
+def _projects(context: Context) -> list[ProjectOut]:
+    return projects_view(context.store.list_live_jobs(), context.projects.list())
 
 
 @projects_router.get("/{name}", summary="Read a project")
 def get_project(name: NamePath, context: ContextDep) -> ProjectOut:
     """Quotas and use of a project; 404 for one without quotas whose jobs have all ended."""
-    usage = usage_by_project(context.store.list_live_jobs())
-    for project in with_unlisted(context.projects.list(), usage):
+    for project in _projects(context):
         if project.name == name:
-            return project_view(project, usage.get(name, Usage()))
+            return project
     raise ProjectNotFound(name)
 
 
@@ -62,10 +57,9 @@ def get_project(name: NamePath, context: ContextDep) -> ProjectOut:
 def set_quotas(name: NamePath, body: Quotas, context: ContextDep) -> ProjectOut:
     """Set both quotas; null is no limit. What runs already is left to run."""
     wanted = Project(name, body.max_workers, body.max_running_jobs)
-    project = context.projects.put(wanted, time.time())
+    context.projects.put(wanted, time.time())
     context.reconciler.wake()
-    usage = usage_by_project(context.store.list_live_jobs())
-    return project_view(project, usage.get(name, Usage()))
+    return get_project(name, context)
 
 
 @projects_router.delete(

@@ -309,7 +309,7 @@ class _TaskMetrics:
 
 def _bins_of(scores: torch.Tensor) -> torch.Tensor:
     """The bin of each score: a higher one is in no lower bin."""
-    places = _AUC_FACTOR * scores.double().nan_to_num()
+    places = (_AUC_FACTOR * scores.double()).nan_to_num()
     places = places.sign() * places.abs().log1p() + _AUC_LIMIT
     return (places * (_AUC_BINS / (2 * _AUC_LIMIT))).long().clamp(0, _AUC_BINS - 1)
 

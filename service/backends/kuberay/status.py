@@ -15,7 +15,6 @@ from service.backends.ray_jobs import verdict_and_log
 from service.domain.models import EndReason, Observation, ObservedState
 
 _ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
-_JOB_STATES = {name: ObservedState[name] for name in ("RUNNING", *_ENDS)}
 # A warning that is older than this tells of something that is over.
 _WARNING_AGE_S = 300.0
 # What the operator gives as its reason, and what that is to a job: None leaves it to what the
@@ -55,12 +54,10 @@ def observation_of(rayjob: Mapping[str, Any], pod_problem: str = "") -> Observat
     if is_evicted(rayjob):
         message = "Kueue took the cluster back for something else; it was deleted"
         return Observation(ObservedState.FAILED, message, EndReason.PREEMPTED)
-    state = _JOB_STATES.get(job)
-    is_running = state is ObservedState.RUNNING
-    if deployment == "Running" and state is not None:
-        return Observation(state, "" if is_running else "".join(_told(status)))
-    if deployment == "Complete" and state is not None and not is_running:
-        return Observation(state, "".join(_told(status)))
+    if (deployment, job) == ("Running", "RUNNING"):
+        return Observation(ObservedState.RUNNING)
+    if deployment in ("Running", "Complete") and job in _ENDS:
+        return Observation(ObservedState[job], "".join(verdict_and_log(status.get("message"))))
     if is_over(rayjob):
         return _failure(status)
     return Observation(ObservedState.PENDING, _pending_message(rayjob, status, pod_problem))
@@ -113,7 +110,7 @@ def is_evicted(rayjob: Mapping[str, Any]) -> bool:
 def _failure(status: Mapping[str, Any]) -> Observation:
     name = str(status.get("reason") or "")
     reason, words = _REASONS.get(name, (None, "KubeRay gave the job up"))
-    detail, log = _told(status)
+    detail, log = verdict_and_log(status.get("message"))
     if name == "JobStatusCheckTimeoutExceeded" and not status.get("jobStatus"):
         # No head was lost: it was never reached, and each attempt would meet the same.
         reason, words = None, _UNREACHED.format(url=status.get("dashboardURL", "its address"))
@@ -121,12 +118,6 @@ def _failure(status: Mapping[str, Any]) -> Observation:
     if "head pod not found" in detail.lower():
         reason = EndReason.HOST_LOST
     return Observation(ObservedState.FAILED, (message if name else words) + log, reason)
-
-
-def _told(status: Mapping[str, Any]) -> tuple[str, str]:
-    """The verdict on the job, and the end of the driver's log."""
-    verdict, log = verdict_and_log(status.get("message"))
-    return verdict[:_MAX_CHARS], log
 
 
 def _pending_message(rayjob: Mapping[str, Any], status: Mapping[str, Any], pod_problem: str) -> str:

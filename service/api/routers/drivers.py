@@ -236,7 +236,8 @@ async def _append(
     response: Response,
 ) -> LogKept:
     keep = partial(append, context.settings, attempt, name, piece, at)
-    end, is_taken = await run_in_threadpool(reach, context.settings, keep)
+    owner = attempt.job_id
+    end, is_taken = await run_in_threadpool(reach, context.settings, keep, owner=owner)
     if piece and not is_taken:
         response.status_code = status.HTTP_409_CONFLICT
     return LogKept(end=end, taken=is_taken)

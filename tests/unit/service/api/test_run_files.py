@@ -422,7 +422,8 @@ def test_what_a_host_does_with_files_counts_as_its_job_s(
         return call()
 
     monkeypatch.setattr(run_storage, "in_time", note)
-    files = f"/v1/attempts/{job}-a0/files"
+    attempt = f"/v1/attempts/{job}-a0"
+    files = f"{attempt}/files"
     report = f"{files}/attempts/{job}-a0/result.json"
     where = {"at": 0, "total": 2}
     for method, path, options in (
@@ -430,9 +431,11 @@ def test_what_a_host_does_with_files_counts_as_its_job_s(
         ("GET", files, {}),
         ("GET", f"{files}/job.json", {}),
         ("DELETE", report, {}),
+        ("POST", f"{attempt}/logs/driver", {"content": b"x"}),
+        ("POST", f"{attempt}/outbox/driver", {"content": b"x"}),
     ):
         house.send(method, path, "driver", **options)
-    assert owners == [job] * 4
+    assert owners == [job] * 6
 
 
 def test_a_code_gives_its_token_to_one_process(house: Guarded, job: str) -> None:

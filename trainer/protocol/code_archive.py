@@ -95,16 +95,20 @@ def pack(folder: Path) -> bytes:
 def pack_upload(name: str, data: bytes) -> bytes:
     """The archive of a module, or of a zip of a folder; raises `CodeError`.
 
-    A zip whose files lie under `PREFIX` already is taken as it is.
+    A zip whose files lie under `PREFIX` already is taken as it is; of another one what `pack`
+    leaves out is left out, too.
     """
     files, kept, num_bytes = {PurePosixPath(name).name: data}, io.BytesIO(), 0
-    if name.endswith(".zip"):
+    if name.lower().endswith(".zip"):
         with _opened(data) as given:
             inside = [entry for entry in given.infolist() if not entry.is_dir()]
             if all(entry.filename.startswith(f"{PREFIX}/") for entry in inside):
                 return data
             files = {}
             for entry in inside:
+                is_link = stat.S_ISLNK(entry.external_attr >> 16)
+                if is_link or any(map(_is_left_out, PurePosixPath(entry.filename).parts)):
+                    continue
                 files[entry.filename] = _content(given, entry, MAX_UNPACKED_BYTES - num_bytes)
                 num_bytes += len(files[entry.filename])
     with zipfile.ZipFile(kept, "w") as archive:
@@ -124,12 +128,18 @@ def _add(archive: zipfile.ZipFile, path: str, content: bytes) -> None:
 def _files(folder: Path) -> Iterator[Path]:
     """Files to pack below `folder`, in the order of their names."""
     for path in sorted(folder.iterdir(), key=lambda each: each.name):
-        if path.name.startswith(".") or path.name in _LEFT_OUT or path.is_symlink():
+        if _is_left_out(path.name) or path.is_symlink():
             continue
         if path.is_dir():
             yield from _files(path)
-        elif path.is_file() and path.suffix != ".pyc":
+        elif path.is_file():
             yield path
+
+
+def _is_left_out(name: str) -> bool:
+    """Whether a file or folder of this name is no code; `..` is refused elsewhere."""
+    is_hidden = name.startswith(".") and name != ".."
+    return is_hidden or name in _LEFT_OUT or name.endswith(".pyc")
 
 
 def check(data: bytes) -> CodeSummary:

@@ -111,9 +111,12 @@ def test_an_upload_is_a_module_or_a_zip_of_a_folder_and_no_bomb(
     assert code_archive.pack_upload("net.py", b"WIDTH = 8") == pack(tmp_path)
     (tmp_path / "net").mkdir()
     (tmp_path / "net/x.py").touch()
+    left_out = [(f"net/{name}", b"") for name in ("__pycache__/x.pyc", ".git/config", "._x.py")]
     for files in itertools.permutations([("net.py", b"WIDTH = 8"), ("net/x.py", b"")]):
-        packed = code_archive.pack_upload("x.zip", zip_of(*files))
+        packed = code_archive.pack_upload("x.ZIP", zip_of(*files, *left_out))
         assert packed == pack(tmp_path), "the same code has one id"
+    links = code_archive.pack_upload("x.zip", zip_of(("a.py", b"net.py"), mode=0o120777))
+    assert not zipfile.ZipFile(io.BytesIO(links)).namelist()
     monkeypatch.setattr(code_archive, "MAX_UNPACKED_BYTES", 10)
     with pytest.raises(CodeError, match="holds more than"):
         code_archive.pack_upload("x.zip", zip_of(("a.py", b"123456"), ("b.py", b"123456")))

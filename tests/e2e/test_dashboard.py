@@ -17,7 +17,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from service import storage
 from service.dashboard import panels, spec_text
-from service.dashboard.jobs import PAGE_SIZE
+from service.dashboard.jobs import PAGE_SIZE, ListFeed, ListSnapshot
 from service.db.jobs import JobStore
 from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
@@ -173,14 +173,25 @@ def test_an_address_with_half_a_filter_says_what_is_wrong_with_it(page: Page, ru
 
 
 def test_two_quick_clicks_turn_one_page_and_the_way_back_is_one_click(
-    page: Page, dashboard: Dashboard
+    page: Page, dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    latest, clicked = ListFeed.latest, threading.Event()
+
+    def held(feed: ListFeed, wanted: JobFilter) -> ListSnapshot:
+        if wanted.after:
+            clicked.wait(scaled(60))
+        return latest(feed, wanted)
+
+    monkeypatch.setattr(ListFeed, "latest", held)
     for number in range(PAGE_SIZE + 1):
         store_job(dashboard.store, queued_job(now=time.time() - 100 + number))
     page.goto("/dashboard/")
     rows = page.locator(".job-row")
     expect(rows).to_have_count(PAGE_SIZE)
     page.get_by_role("button", name="Older").dblclick()
+    page.get_by_role("button", name="Switch theme").click()
+    expect(page.locator("body.body--dark")).to_be_visible()  # So both clicks have come.
+    clicked.set()
     expect(rows).to_have_count(1, timeout=LIVE_MS)
     page.get_by_role("button", name="Newer").click()
     expect(rows).to_have_count(PAGE_SIZE, timeout=LIVE_MS)

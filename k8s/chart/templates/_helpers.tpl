@@ -26,8 +26,7 @@ app.kubernetes.io/component: {{ .component }}
 {{ $registry }}/{{ $image.name }}{{ if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
-{{- /* What every pod of ours has; .user is whom it runs as. */}}
-{{- define "shardloom.pod" -}}
+{{- define "shardloom.podBase" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .root.Values.images.pullSecrets }}
@@ -36,6 +35,11 @@ imagePullSecrets:
   - name: {{ . }}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{- /* What every pod of ours has that is not root's; .user is whom it runs as. */}}
+{{- define "shardloom.pod" -}}
+{{ include "shardloom.podBase" . }}
 securityContext:
   runAsNonRoot: true
   runAsUser: {{ .user | default 1000 }}

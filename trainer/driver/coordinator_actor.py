@@ -5,9 +5,8 @@ from __future__ import annotations
 import hmac
 import logging
 import os
-from collections.abc import Collection
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray.util
@@ -96,17 +95,9 @@ class RayCoordinator:
             return None
         return status
 
-    def expect(self, groups: Collection[int]) -> None:
-        self._call("request", "expect", list(groups))
-
-    def retire(self, group: int, cause: str) -> None:
-        self._call("request", "retire", group, cause)
-
-    def promote(self, group: int) -> None:
-        self._call("request", "promote", group)
-
-    def drop(self, group: int, incarnation: int, reason: str) -> None:
-        self._call("request", "drop", group, incarnation, reason)
+    def request(self, step: Literal["expect", "retire", "promote", "drop"], *args: Any) -> None:
+        """Let it take a step of this name in `Membership`."""
+        self._call("request", step, *args)
 
     def _call(self, method: str, *args: Any) -> Any:
         """A reference to what the coordinator will answer."""

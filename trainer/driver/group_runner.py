@@ -275,9 +275,10 @@ class GroupRunLoop:
                 self._has_trained |= run.was_current
                 if run.leave_cause and group.leave_cause is None:
                     # A restarted coordinator does not know of it.
-                    self.coordinator.retire(run.group, run.leave_cause)
+                    self.coordinator.request("retire", run.group, run.leave_cause)
                 if group.standing == "spare" and not run.is_spare:
-                    self.coordinator.promote(run.group)  # again: it began with that only now
+                    # Again: it began with that only now.
+                    self.coordinator.request("promote", run.group)
         for departure in status.departures:
             run = self._run_of(departure.group, departure.incarnation)
             if run and departure.is_lost:
@@ -360,7 +361,7 @@ class GroupRunLoop:
         self._lost_at |= dict.fromkeys(run.hosts, run.lost_at)
         if not run.is_spare:
             self._resize_cause = failure.reason
-        self.coordinator.drop(run.group, run.incarnation, failure.reason)
+        self.coordinator.request("drop", run.group, run.incarnation, failure.reason)
         unix_s = self.config.wall_clock()
         for exclusion in self._failures.add(failure, run.hosts, run.lost_at, unix_s):
             self.config.attempt.writer.write(exclusion)
@@ -410,7 +411,7 @@ class GroupRunLoop:
         if is_first and len(starts) < self._policy.least:
             actions = []
         elif is_first:
-            self.coordinator.expect([start.group for start in starts])
+            self.coordinator.request("expect", [start.group for start in starts])
         self._act(actions, request)
         self._seek_capacity(request)
         self._report_size(request, is_steady=not actions)
@@ -529,14 +530,14 @@ class GroupRunLoop:
         logger.info("%s takes the place of a missing group", run.name)
         run.is_spare = False
         if run.pids:  # else as soon as the coordinator knows it
-            self.coordinator.promote(run.group)
+            self.coordinator.request("promote", run.group)
 
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
         run, cause = self.runs[action.group], str(action.cause)
         if cause == "drain" and self._slow_hosts & set(run.hosts) - request.drain_hosts:
             cause = "straggler"
         run.is_leaving, run.leave_cause = True, cause
-        self.coordinator.retire(action.group, cause)
+        self.coordinator.request("retire", action.group, cause)
         logger.info("%s shall leave: %s", run.name, cause)
         if run.is_spare:
             return

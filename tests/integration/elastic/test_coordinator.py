@@ -383,7 +383,7 @@ def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_c
                 actor.call(bytes(32), *step)
         found = driver.status()
         assert found and [group.group for group in found.groups] == [0]
-        driver.drop(0, 0, "hang")
+        driver.request("drop", 0, 0, "hang")
         found = driver.status()
         assert found and not found.groups
     finally:

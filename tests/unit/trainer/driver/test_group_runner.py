@@ -162,6 +162,9 @@ class World:
             failure=self.failure,
         )
 
+    def request(self, step: str, *args: Any) -> None:
+        getattr(self, step)(*args)
+
     def expect(self, groups: Collection[int]) -> None:
         self.expected = sorted(groups)
 

@@ -28,6 +28,8 @@ _LOG_SILENCE_S = 60.0
 _MERGE_PATCH = "application/merge-patch+json"
 # Of statuses that blame a request, those that tell to send it again.
 _NOT_NOW = (408, 425, 429)
+# What reading a kubeconfig of another form raises.
+_UNREADABLE = (AttributeError, OSError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class KubeApi:
                 config.load_kube_config(str(kubeconfig), client_configuration=configuration)
             else:
                 config.load_incluster_config(client_configuration=configuration)
-        except (config.ConfigException, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        except (*_UNREADABLE, yaml.YAMLError, config.ConfigException) as error:
             where = kubeconfig or "the service account of this pod"
             raise BackendUnreachable(
                 f"no access to Kubernetes by {where} ({error}); set SHARDLOOM_KUBECONFIG or "

@@ -207,7 +207,8 @@ def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path) -> None:
         b"{current-context: a, contexts: [%b], clusters: [%b], users: [{name: a, user: {}}]}"
         % (context, authority)
     )
-    for text in (b"a: [", b"nonsense", b"{}", b"# \xfc\n", no_base64):
+    no_context = b"{current-context: a, contexts: [{name: a, context: a}]}"
+    for text in (b"a: [", b"nonsense", b"{}", b"# \xfc\n", no_base64, no_context):
         path.write_bytes(text)
         with pytest.raises(BackendUnreachable, match=r"no access to Kubernetes by .*config"):
             KubeApi.open(path, "shardloom", 1.0)

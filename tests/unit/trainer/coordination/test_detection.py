@@ -78,20 +78,6 @@ def test_ranks_that_wait_for_one_which_waits_for_storage_do_not_hang() -> None:
     assert [hang.rank for hang in detector.hangs(106)] == [A0]
 
 
-def test_of_a_group_the_rank_that_the_others_wait_for_hangs() -> None:
-    detector = monitor()
-    detector.beat(A0, STILL.model_copy(update={"is_waiting": True}), 5)
-    detector.beat(A1, STILL, 6)
-    assert [hang.rank for hang in detector.hangs(17)] == [A1]
-
-
-def test_a_group_that_is_gone_never_hangs() -> None:
-    detector = monitor()
-    detector.beat(A0, STILL, 0)
-    detector.forget(0)
-    assert detector.hangs(500) == []
-
-
 @given(st.lists(st.floats(0, 100), max_size=8), st.floats(0.1, 100))
 def test_a_limit_is_never_below_the_minimum(times: list[float], min_hang_s: float) -> None:
     detector = monitor(min_hang_s)

@@ -417,7 +417,7 @@ def test_groups_that_keep_failing_start_later_and_later(world: World) -> None:
     assert starts[0] < 1 < starts[-1]
 
 
-def test_a_clock_that_is_set_back_delays_no_start_and_excludes_hosts_by_unix_time(
+def test_a_host_that_fails_often_is_excluded_by_unix_time_and_a_clock_set_back_delays_no_start(
     world: World,
 ) -> None:
     world.train()
@@ -426,28 +426,16 @@ def test_a_clock_that_is_set_back_delays_no_start_and_excludes_hosts_by_unix_tim
         world.look()
         world.set_back_s = 500
         world.look(5)
-    world.hosts["d"] = 1
-    world.look()
-    assert world.hosts_in_use[1] == "d"
-    (excluded,) = world.told(events.HostExcluded)
-    assert excluded.until - excluded.time == 600
-    assert excluded.time < world.now - 400
-    default = RunnerConfig(world.attempt, world.read_hosts, world.launch)
-    assert default.clock is time.monotonic
-
-
-def test_a_host_that_fails_often_is_excluded_and_said_so(world: World) -> None:
-    world.train()
-    for incarnation in range(2):
-        world.end((1, incarnation), LOST)
-        world.look()
-        world.look(5)
-    (excluded,) = world.told(events.HostExcluded)
-    assert (excluded.host, excluded.num_failures) == ("b", 2)
     assert 1 not in world.life.runs, "no other host has room"
     world.hosts["d"] = 1
     world.look()
     assert world.hosts_in_use[1] == "d"
+    (excluded,) = world.told(events.HostExcluded)
+    assert (excluded.host, excluded.num_failures) == ("b", 2)
+    assert excluded.until - excluded.time == 600
+    assert excluded.time < world.now - 400
+    default = RunnerConfig(world.attempt, world.read_hosts, world.launch)
+    assert default.clock is time.monotonic
 
 
 def test_an_evicted_driver_says_nothing(world: World) -> None:

@@ -488,23 +488,6 @@ def test_room_that_came_is_held_until_the_workers_start_again_in_it(world: World
     assert "1" not in cloud.known
 
 
-def test_a_job_that_pauses_wants_and_holds_no_room_while_it_saves(world: World) -> None:
-    cloud = world.grow_by_itself()
-    world.hosts = [host("a", 2)]
-
-    def look_and_end() -> None:
-        assert not cloud.known, "others may need it"
-        world.stop()
-
-    asked = world.files.pause_request_path
-    given = partial(cloud.give, "1", "node-b", "node-b")
-    world.plot = [(1, world.change(taken("a"))), (1, given), (20, asked.touch)]
-    world.plot += [(120, look_and_end)]
-    ended = world.runner.run_once(0)
-    assert isinstance(ended, Failure)
-    assert ended.reason == failures.PAUSED
-
-
 def test_a_pause_during_a_restart_lets_go_of_the_room_to_grow_into(world: World) -> None:
     cloud = world.grow_by_itself()
     world.hosts = [host("a", 2)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
@@ -27,7 +26,6 @@ from trainer.driver.attempt import (
     DriverContext,
     Outcome,
     Restart,
-    _ask_until,
     run_with_restarts,
 )
 from trainer.driver.cluster import hosts_of, kill_workers, shortage
@@ -98,16 +96,6 @@ def test_a_driver_that_starts_after_its_attempt_has_ended_does_nothing(
     assert asked == ["/v1/attempts/job-1-a0/lease"]
     assert ended.reason == ("bad_spec" if goes_on else failures.CANCELLED)
     assert main.run_until_stopped.called is goes_on  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("status", "is_asked_again"), [(408, True), (429, True), (403, False)])
-def test_what_the_service_does_not_give_yet_is_asked_for_again(
-    status: int, is_asked_again: bool
-) -> None:
-    answers = iter([httpx.Response(status), httpx.Response(200, json="secret")])
-    client = httpx.Client(transport=httpx.MockTransport(lambda _: next(answers)))
-    with nullcontext() if is_asked_again else pytest.raises(AttemptFailed, match="refuses"):
-        assert _ask_until(client, "http://service", {}, "token", wait=lambda _: None) == "secret"
 
 
 @pytest.mark.parametrize(

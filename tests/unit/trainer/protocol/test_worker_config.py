@@ -49,7 +49,7 @@ class Service:
 
 
 def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None:
-    service = Service(0, 503, 429, 200)
+    service = Service(0, 503, 429, 408, 200)
     assert service.fetch().values == {"PASSWORD": "hunter2"}
     assert len(service.bodies) == 1
 

@@ -81,9 +81,7 @@ def get_lease(attempt_id: str, context: ContextDep) -> AttemptLease:
 
 
 @router.post("/secrets", summary="Secrets for the driver of an attempt")
-def claim_secrets(
-    attempt_id: str, body: ClaimSecrets, context: ContextDep, response: Response
-) -> AttemptSecrets:
+def claim_secrets(attempt_id: str, body: ClaimSecrets, context: ContextDep) -> AttemptSecrets:
     """Environment variables of the job, for an attempt that starts, with its own token.
 
     The first claim gets them, as often as it is sent; any other one is refused.
@@ -97,7 +95,6 @@ def claim_secrets(
             f"the secrets of attempt {attempt_id} were given to another process: if that was not "
             "its driver, somebody else has read its token, and the secrets want to be changed"
         )
-    response.headers["Cache-Control"] = "no-store"
     return AttemptSecrets(secrets=context.security.read_secrets(attempt.job_id))
 
 
@@ -105,7 +102,7 @@ def claim_secrets(
 
 
 @claims_router.post("/attempts:claim", summary="Token for the driver of an attempt")
-def claim_token(body: ClaimToken, context: ContextDep, response: Response) -> AttemptToken:
+def claim_token(body: ClaimToken, context: ContextDep) -> AttemptToken:
     """The attempt's token, for the code in its driver's environment.
 
     Whoever may use the cluster can read that: the first claim gets the token, any other is refused.
@@ -122,7 +119,6 @@ def claim_token(body: ClaimToken, context: ContextDep, response: Response) -> At
             f"the token of attempt {body.attempt_id} was given to another process: if that was not "
             "its driver, somebody else on the cluster has read its code"
         )
-    response.headers["Cache-Control"] = "no-store"
     return AttemptToken(token=keys.attempt_token(body.attempt_id))
 
 

@@ -36,6 +36,7 @@ from trainer.failures import described
 
 _SIZES = struct.Struct("<QQ")  # of a pickle, and of the tensors behind it
 _ALIGNMENT = 64  # bytes
+_END_S = 5.0
 _Place = tuple[int, torch.dtype, torch.Size]  # of a tensor: its first byte, dtype and shape
 
 
@@ -78,8 +79,9 @@ class ReaderProcess:
                 _send(self._socket, request)
                 answer, memory = _receive(self._socket, self._pin)
             except OSError as error:
-                self._process.kill()
-                code = self._process.wait()
+                code = None
+                with suppress(subprocess.TimeoutExpired):
+                    code = self._process.wait(_END_S)
                 # Both may not recur after a restart: `trainer.failures` knows them by this.
                 kind = MemoryError if code == -signal.SIGKILL else RuntimeError
                 raise kind(
@@ -143,7 +145,7 @@ def _send(to: socket.socket, data: bytes, tensors: list[torch.Tensor] | None = N
     total = sum(_padded(tensor.nbytes) for tensor in tensors or [])
     to.sendall(_SIZES.pack(len(data), total) + data)
     for tensor in tensors or []:
-        to.sendall(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        to.sendall(tensor.contiguous().numpy().data)
         to.sendall(bytes(-tensor.nbytes % _ALIGNMENT))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -51,8 +50,16 @@ def assert_same(found: Batch, wanted: Batch) -> None:
         assert torch.equal(part, value)
 
 
-def test_batches_are_those_that_are_made_here(make_spec, train, process) -> None:
-    spec = make_spec(batch_size=100, training={"epochs": 2})
+SEQUENCE = {"name": "liked", "type": "sequence", "column": "history_liked", "table": "liked"}
+NO_POOLED_IDS = {
+    "features": [SEQUENCE, {"name": "year", "type": "dense"}],
+    "embedding_tables": [{"name": "liked", "embedding_dim": 4, "num_embeddings": 5000}],
+}
+
+
+@pytest.mark.parametrize("document", [{}, NO_POOLED_IDS], ids=["all", "no pooled ids"])
+def test_batches_are_those_that_are_made_here(make_spec, train, process, document) -> None:
+    spec = make_spec(batch_size=100, training={"epochs": 2}, **document)
     with (
         TrainBatches(train, spec, 1, 2) as here,
         TrainBatches(train, spec, 1, 2, process=process) as there,
@@ -99,8 +106,8 @@ def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train
     ):
         next(batches)
     assert reason_of(killed.value) == HOST_OOM
-    with closing(ReaderProcess()) as ended, pytest.raises(RuntimeError, match="code 3") as broken:
-        ended.make(os._exit, 3)
+    with closing(ReaderProcess()) as ended, pytest.raises(RuntimeError, match="code 1") as broken:
+        ended.call(ended.make(eval, "[lambda: 0]"), "pop")  # what cannot be sent
     assert reason_of(broken.value) == WORKERS_LOST
     # Both hold the pipe that is read to its end.
     left = [sys.executable, "-c", LEFT_BEHIND]

@@ -570,7 +570,8 @@ class Session:
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
-        value = self._of_first_rank(values.get(f"validation/{metric}", math.nan))
+        found = values.get(f"validation/{metric}", math.nan)
+        value = of_first(lambda: found, self.groups.global_group)  # so that all ranks decide alike
         self._update_early_stopping(metric, value)
         self._tell_error(distance(metric, value))
         if not is_better(metric, value, self.state.best):
@@ -582,13 +583,6 @@ class Session:
         """A validation has found `error` in the watched metric, 0 being perfect."""
         if self._tunes_sync:
             self.tuner.validated(error)
-
-    def _of_first_rank(self, value: float) -> float:
-        """Rank 0's value, so that all ranks decide alike. Collective over all ranks."""
-        group = self.groups.global_group
-        found = torch.tensor([value], dtype=torch.float64, device=self.groups.device)
-        dist.broadcast(found, dist.get_process_group_ranks(group)[0], group=group)
-        return found.item()
 
     @torch.no_grad()
     def measure(self, rank: int, num_ranks: int) -> None:

@@ -191,6 +191,10 @@ def logs(
     as_json: JsonOption = False,
 ) -> None:
     """Print the logs of a job's newest attempt, follow them, or save them all."""
+    picked = (follow, source, rank, level, grep, since, until, tail is not None)
+    if download is not None and any(picked):
+        why = "it saves whole logs: leave out all other options but --attempt"
+        raise typer.BadParameter(why, param_hint="--download")
     now_s = time.time()
     if tail is None and not (level or grep or since or until):
         tail = DEFAULT_TAIL

@@ -50,6 +50,7 @@ from service.schemas.sweeps import (
     parameter_of,
 )
 from service.schemas.wording import NOTHING, age, metric, setting
+from trainer.spec import validate_spec
 
 _EXIT_CODES = {SweepStatus.FAILED: JOB_FAILED, SweepStatus.CANCELLED: JOB_CANCELLED}
 sweeps_app = typer.Typer(
@@ -69,7 +70,10 @@ def sweep(
             "in training.epochs=1..4, or log:0.01..0.3, which compares by ratio; repeatable.",
         ),
     ],
-    metric: Annotated[str, typer.Option(help="What decides, as in validation/ne.")],
+    metric: Annotated[
+        str | None,
+        typer.Option(help="What decides (default: what the model watches, as validation/ne)."),
+    ] = None,
     trials: Annotated[int, typer.Option(min=1, help="How many in all.")] = 20,
     parallel: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 4,
     maximize: Annotated[
@@ -107,6 +111,7 @@ def sweep(
         parameters = [parameter_of(text) for text in vary]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--vary") from None
+    metric = metric or f"validation/{validate_spec(document).model.watched_metric}"
     archive = pack_code(code)
     direction = None if maximize is None else "maximize" if maximize else "minimize"
     found = client.create_sweep(
@@ -155,7 +160,7 @@ def list_sweeps(
 ) -> None:
     """List sweeps, newest first."""
     found = list(itertools.islice(client.sweeps(), limit))
-    empty = "no sweeps; `shardloom sweep SPEC --vary ... --metric ...` begins one"
+    empty = "no sweeps; `shardloom sweep SPEC --vary KEY=RANGE` begins one"
     print_answer(found, _sweeps_table(found, time.time()), as_json=as_json, empty=empty)
 
 

@@ -139,6 +139,8 @@ def test_all_logs_are_saved_to_a_file(service: FakeService, tmp_path: Path) -> N
     for name in ("x" * 300, ".", ""):
         refused = shardloom("logs", "ratings", "--download", name)
         assert (refused.exit_code, ".partial: " in refused.stderr) == (2, True)
+    picked = shardloom("logs", "ratings", "--rank", "0", "--download", str(tmp_path / "other"))
+    assert (picked.exit_code, "whole logs" in picked.stderr) == (2, True)
     assert shardloom("logs", "nobody", "--download", str(tmp_path / "other")).exit_code != 0
     assert list(tmp_path.iterdir()) == [target]
 

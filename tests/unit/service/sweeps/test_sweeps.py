@@ -398,6 +398,8 @@ def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(client, api, 
     )
     assert sweep_id in shardloom("sweeps", "list").stdout
     assert shardloom("sweeps", "cancel", sweep_id).exit_code == 0
+    watched = json.loads(shardloom("sweep", str(spec), *vary, "--json").stdout)
+    assert watched["metric"] == "validation/rmse"
     for bad in ("lr", "lr=", "training.epochs=a..b"):
         refused = shardloom("sweep", str(spec), "--vary", bad, "--metric", METRIC)
         assert refused.exit_code == 2

@@ -59,8 +59,7 @@ def fetch_secrets(http: httpx.Client, url: str, claim: str, **patience: Any) -> 
 
     The claim is the same in every try: an answer may be lost.
     """
-    answer = _ask_until(http, url, {"claim": claim}, "secrets", **patience)
-    return SecretEnv(dict(answer["secrets"]))
+    return SecretEnv(_ask_until(http, url, {"claim": claim}, "secrets", **patience))
 
 
 def fetch_token(
@@ -71,8 +70,7 @@ def fetch_token(
     Ray shows the environment of a job to all who may use the cluster: a code serves once.
     """
     body = {"attempt_id": attempt_id, "code": code, "claim": claim}
-    answer = _ask_until(http, f"{service_url}/v1/attempts:claim", body, "token")
-    return str(answer["token"])
+    return str(_ask_until(http, f"{service_url}/v1/attempts:claim", body, "token"))
 
 
 def _ask_until(
@@ -92,7 +90,8 @@ def _ask_until(
             cause = str(error) or type(error).__name__
         else:
             if response.is_success:
-                return response.json()
+                with suppress(ValueError, LookupError, TypeError):  # else it is no service of ours
+                    return response.json()[what]
             cause = f"HTTP {response.status_code}"
             if response.is_client_error and response.status_code not in _PASSING:
                 raise _not_given(f"the service refuses the job's {what} ({cause}, see its log)")

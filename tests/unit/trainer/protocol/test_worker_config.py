@@ -28,7 +28,7 @@ URL = "http://service/v1/attempts/job-1-a0/secrets"
 
 
 class Service:
-    """Answers with each of `statuses` in turn; 0 stands for no answer."""
+    """Answers with each of `statuses` in turn; 0 stands for no answer, 202 for a proxy's page."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses = list(statuses)
@@ -39,6 +39,8 @@ class Service:
         self.bodies.add(request.content)
         if not status:
             raise httpx.ConnectError("refused")
+        if status == httpx.codes.ACCEPTED:
+            return httpx.Response(status, text="<html>sign in</html>")
         return httpx.Response(status, json={"secrets": {"PASSWORD": "hunter2"}})
 
     def fetch(self) -> SecretEnv:
@@ -49,7 +51,7 @@ class Service:
 
 
 def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None:
-    service = Service(0, 503, 429, 408, 200)
+    service = Service(0, 503, 429, 408, 202, 200)
     assert service.fetch().values == {"PASSWORD": "hunter2"}
     assert len(service.bodies) == 1
 

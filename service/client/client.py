@@ -18,7 +18,7 @@ from typing import Any, TypedDict, Unpack
 
 import httpx
 
-from service.client.errors import TraceLost
+from service.client.errors import ShardloomError, TraceLost
 from service.client.resources import AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCalls
 from service.client.transport import (
     PATIENCE_S,
@@ -373,11 +373,12 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         return self._get("/v1/cluster", ClusterOut)
 
     def is_alive(self) -> bool:
-        """Whether a service answers right now; one attempt, never raises `ServiceUnreachable`."""
+        """Whether a service answers right now; one attempt, never raises."""
         try:
-            return self._http.get("/healthz", timeout=2.0).is_success
-        except httpx.TransportError:
+            self._send("GET", "/healthz", timeout=2.0)
+        except ShardloomError:
             return False
+        return True
 
 
 def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:

@@ -194,10 +194,12 @@ def test_an_answer_of_another_program_is_named_as_such():
         page = httpx.Response(status, text="<html>hello</html>")
         with pytest.raises(UnexpectedAnswer, match=said):
             Script(page).client().get_job("ratings")
-    broken = httpx.ByteStream(b"not gzipped")
-    answer = httpx.Response(200, headers={"content-encoding": "gzip"}, stream=broken)
+    broken, headers = httpx.ByteStream(b"not gzipped"), {"content-encoding": "gzip"}
+    answers = [httpx.Response(200, headers=headers, stream=broken) for _ in range(2)]
+    client = Script(*answers).client(num_retries=0)
     with pytest.raises(ServiceUnreachable, match="decompressing"):
-        Script(answer).client(num_retries=0).get_job("ratings")
+        client.get_job("ratings")
+    assert not client.is_alive()
 
 
 def test_a_download_is_repeated_until_all_is_there_and_leaves_no_parts(tmp_path: Path) -> None:

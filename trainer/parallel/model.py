@@ -69,10 +69,16 @@ from trainer.spec.training import DensePrecision
 
 
 class DenseDataParallelWrapper(DefaultDataParallelWrapper):
-    """Wraps the dense part by DDP where ranks average it and any of it is trained, as DDP insists.
+    """Starts the dense part equal on all ranks, then wraps it by DDP over `group`, where that has
+    ranks to average over and any of it is trained, as DDP insists.
 
-    Else it starts equal all the same, as DDP would have made it.
+    DDP itself only makes the ranks of its own group equal, and there may be M of those.
     """
+
+    def __init__(self, groups: MeshGroups, group: dist.ProcessGroup, **options: bool) -> None:
+        super().__init__(**options)
+        self._groups = groups
+        self._group = group
 
     def _ddp_wrap(
         self,
@@ -81,30 +87,13 @@ class DenseDataParallelWrapper(DefaultDataParallelWrapper):
         device: torch.device,
         ddp_ignore_param_names: set[str],
     ) -> None:
-        dense = (p for name, p in dmp.named_parameters() if name not in ddp_ignore_param_names)
-        if env.process_group.size() > 1 and any(parameter.requires_grad for parameter in dense):
-            super()._ddp_wrap(dmp, env, device, ddp_ignore_param_names)
-        else:
-            _start_equal(dmp.module, env.process_group, device)
-
-
-class GroupDataParallelWrapper(DenseDataParallelWrapper):
-    """Wraps the dense part by DDP over this rank's sharding group instead of over all ranks."""
-
-    def __init__(self, groups: MeshGroups, **options: bool) -> None:
-        super().__init__(**options)
-        self._groups = groups
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Start all replicas equal, then wrap. Collective over the global group.
-
-        DDP itself only makes the ranks of its own group equal, and there are M of those.
-        """
         _start_equal(dmp.module, self._groups.global_group, device)
-        # `ShardingEnv.from_process_group` would form one more group, of ranks 0 to L - 1.
-        group_env = copy(env)
-        group_env.process_group = self._groups.sharding_group
-        super().wrap(dmp, group_env, device)
+        dense = (p for name, p in dmp.named_parameters() if name not in ddp_ignore_param_names)
+        if self._group.size() > 1 and any(parameter.requires_grad for parameter in dense):
+            # `ShardingEnv.from_process_group` would form one more group, of ranks 0 to L - 1.
+            group_env = copy(env)
+            group_env.process_group = self._group
+            super()._ddp_wrap(dmp, group_env, device, ddp_ignore_param_names)
 
 
 @torch.no_grad()
@@ -279,16 +268,18 @@ class TwoDParallel(DistributedModelParallel):
             # TorchRec keeps one pair for the whole process and forms it, if there is none, from
             # rank arithmetic that only holds when ranks are numbered host by host.
             comm._INTRA_PG_2D, comm._CROSS_PG_2D = form_node_groups(groups)
-        options = {"static_graph": not accumulates, "find_unused_parameters": accumulates}
         super().__init__(
             module,
             env=MeshShardingEnv(groups),
             device=groups.device,
             plan=place_plan(plan, groups.sharding_placements),
             sharders=sharders,
-            data_parallel_wrapper=GroupDataParallelWrapper(groups, **options)
-            if dense == "at_sync"
-            else DenseDataParallelWrapper(**options),
+            data_parallel_wrapper=DenseDataParallelWrapper(
+                groups,
+                groups.sharding_group if dense == "at_sync" else groups.global_group,
+                static_graph=not accumulates,
+                find_unused_parameters=accumulates,
+            ),
         )
         self._broadcast_tables()
         if self._is_bf16:

@@ -6,7 +6,6 @@ That it is exact is in test_sharding_types.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import Mock, patch
 
@@ -26,7 +25,7 @@ from tests.harness.small_model import (
 )
 from trainer.models.networks import PairwiseInteraction, build_model
 from trainer.parallel import model as models
-from trainer.parallel.model import GroupDataParallelWrapper, TwoDParallel
+from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
 from trainer.parallel.sharding import sharders
@@ -145,16 +144,10 @@ def test_a_transposed_parameter_is_synced_like_any_other() -> None:
         torch.testing.assert_close(moment, mean * turned, atol=0, rtol=0)
 
 
-@patch.object(models.DefaultDataParallelWrapper, "wrap")
-@patch.object(models, "ShardingEnv")
 @patch.object(models, "dist")
-def test_all_of_the_dense_part_is_on_its_device_as_it_is_broadcast(
-    collectives: Mock, _env: Mock, _wrap: Mock
-) -> None:
+def test_all_of_the_dense_part_is_on_its_device_as_it_is_broadcast(collectives: Mock) -> None:
     """As NCCL needs it, though TorchRec makes parts of its modules on the host."""
     network = torch.nn.Sequential(torch.nn.Linear(2, 2, device="meta"), PairwiseInteraction(3))
-    collectives.get_process_group_ranks.return_value = [0]
-    wrapper = GroupDataParallelWrapper(Mock())
-    wrapper.wrap(SimpleNamespace(module=network), Mock(), torch.device("meta"))  # type: ignore[arg-type]
+    models._start_equal(network, Mock(), torch.device("meta"))
     sent = [call.args[0].device.type for call in collectives.broadcast.call_args_list]
     assert sent == ["meta"] * 4

@@ -275,12 +275,13 @@ def test_a_deletion_that_was_cut_off_is_finished_at_the_next_start(
 
 
 def test_the_log_of_the_process_is_not_written_through_a_link(
-    api: Api, job_id: str, tmp_path: Path, running: Start
+    api: Api, job_id: str, tmp_path: Path, running: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = wanted(api, job_id)
     (tmp_path / "outside").touch()
     (folder.root / "export.log").symlink_to(tmp_path / "outside")
-    running(Script("print('written')")).close()
+    running(Script("print('written')"))
+    wait_for(lambda: f"export {folder.root} cannot be made" in caplog.text, "the refusal")
     assert (tmp_path / "outside").read_text() == ""
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, stdev
 from typing import Any
@@ -73,15 +73,16 @@ def name_of_scale(scale: int) -> str:
     return f"2D, c={scale}"
 
 
-def measure(settings: Settings, variants: list[Variant], num_seeds: int) -> list[SeedResult]:
-    """Train every variant of every seed; raises `AssertionError` when a rank fails."""
-    results = []
+def measure(
+    num_seeds: int, of_seed: Callable[..., SeedResult], settings: Settings, *more: Any
+) -> list[SeedResult]:
+    """What `of_seed` measures of each seed on ranks; raises `AssertionError` when one fails."""
+    results: list[SeedResult] = []
     for seed in range(num_seeds):
-        call = (measure_seed, settings.world_size, settings, variants, seed)
+        call = (of_seed, settings.world_size, settings, *more, seed)
         results.append(run_ranks(*call, timeout_s=_SEED_TIMEOUT_S)[0])
-        shown = ", ".join(
-            f"{name} {curve.ne[-1]:.6f}" for name, curve in results[-1].curves.items()
-        )
+        last = final_ne(results[-1:]).items()
+        shown = ", ".join(f"{name} {ne:.6f}" for name, (ne,) in last)
         log(f"seed {seed + 1}/{num_seeds}: NE {shown}")
     return results
 
@@ -134,21 +135,22 @@ def ratio_of_gap(
     )
 
 
-def gaps_of(final_ne: Mapping[str, Sequence[float]]) -> dict[str, Gap]:
+def gaps_of(final_ne: Mapping[str, Sequence[float]], peer: str = PEER) -> dict[str, Gap]:
     """Gap of each variant but the peer."""
-    return {name: gap_of(ne, final_ne[PEER]) for name, ne in final_ne.items() if name != PEER}
+    return {name: gap_of(ne, final_ne[peer]) for name, ne in final_ne.items() if name != peer}
 
 
-def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float) -> Table:
-    """NE and gap of every variant; gaps in percent."""
+def table_of(title: str, results: list[SeedResult], peer: str) -> Table:
+    """NE of every variant after all samples, and its gap in percent."""
     table = Table(
         *("variant", "NE", "gap %", "standard error %", "spread over seeds %"),
-        title="ne_parity: held-out normalized entropy after the same samples",
-        caption=f"best reachable NE (the teacher's): {teacher_ne:.5f}; parity is {PARITY:.2%}",
+        title=title,
+        caption=f"best reachable NE (the teacher's): {results[0].teacher_ne:.5f}",
     )
-    means = {name: f"{fmean(ne):.6f}" for name, ne in final_ne.items()}
-    table.add_row(PEER, means[PEER])
-    for name, gap in gaps_of(final_ne).items():
+    ne_by_variant = final_ne(results)
+    means = {name: f"{fmean(ne):.6f}" for name, ne in ne_by_variant.items()}
+    table.add_row(peer, means[peer])
+    for name, gap in gaps_of(ne_by_variant, peer).items():
         error = "" if gap.standard_error is None else f"{100 * gap.standard_error:.4f}"
         low, high = (f"{100 * bound:+.4f}" for bound in gap.spread)
         relative = f"{100 * gap.relative:+.4f}"
@@ -193,12 +195,17 @@ def document_of(
         "ratios": ratios,
         "teacher_ne": results[0].teacher_ne,
         "gaps": {name: {"ne": fmean(ne[name]), **asdict(gap)} for name, gap in gaps_of(ne).items()},
-        "runs": [
-            {"seed": seed, "variant": name, **asdict(curve)}
-            for seed, result in enumerate(results)
-            for name, curve in result.curves.items()
-        ],
+        "runs": runs_of(results),
     }
+
+
+def runs_of(results: list[SeedResult]) -> list[dict[str, Any]]:
+    """The curve of every variant of every seed, as the JSON file holds it."""
+    return [
+        {"seed": seed, "variant": name, **asdict(curve)}
+        for seed, result in enumerate(results)
+        for name, curve in result.curves.items()
+    ]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -243,10 +250,11 @@ def run(options: argparse.Namespace, machine: dict[str, Any]) -> tuple[dict[str,
     variants = variants_of(
         settings.world_size, options.shard_group_size, has_overlap, options.only_scales
     )
-    results = measure(settings, variants, options.seeds)
+    results = measure(options.seeds, measure_seed, settings, variants)
     num_replicas = settings.world_size // options.shard_group_size
     document = document_of(settings, num_replicas, results, machine)
-    return document, [curves_of(results), table_of(final_ne(results), results[0].teacher_ne)]
+    title = f"{NAME}: held-out normalized entropy after the same samples; parity is {PARITY:.2%}"
+    return document, [curves_of(results), table_of(title, results, PEER)]
 
 
 if __name__ == "__main__":

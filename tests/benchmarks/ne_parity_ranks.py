@@ -90,7 +90,7 @@ def measure_seed(settings: Settings, variants: list[Variant], seed: int) -> Seed
     rows = rows_of_rank(settings, seed, dist.get_rank())
     meter = meter_of(settings)
     curves = {variant.name: _train(settings, variant, seed, rows, meter) for variant in variants}
-    return SeedResult(curves, _teacher_ne(meter, rows.held_out))
+    return SeedResult(curves, teacher_ne_of(meter, rows.held_out))
 
 
 def silence_libraries() -> None:
@@ -226,7 +226,7 @@ def held_out_ne(model: nn.Module, meter: TaskMeter, held_out: ClickRows) -> floa
     return meter.compute("held_out")["held_out/ne"]
 
 
-def _teacher_ne(meter: TaskMeter, held_out: ClickRows) -> float:
+def teacher_ne_of(meter: TaskMeter, held_out: ClickRows) -> float:
     """NE of the true probabilities: on these rows no model is expected to reach less."""
     assert held_out.probability is not None, "generated rows know their teacher"
     logits = torch.logit(torch.from_numpy(held_out.probability))[:, None]

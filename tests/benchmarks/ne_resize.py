@@ -22,25 +22,25 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from tests.benchmarks.ne_parity import gap_of, ratio_of_gap
+from tests.benchmarks.ne_parity import final_ne, measure, ratio_of_gap, runs_of, table_of
 from tests.benchmarks.ne_parity_case import Settings, batches, rows_of_rank, set_start
 from tests.benchmarks.ne_parity_ranks import (
     Curve,
+    SeedResult,
     Variant,
     held_out_ne,
     meter_of,
     silence_libraries,
     spec_of,
+    teacher_ne_of,
 )
-from tests.benchmarks.report import log, measure_and_tell, parser_of
-from tests.harness.ranks import run_ranks
+from tests.benchmarks.report import measure_and_tell, parser_of
 from trainer.datasets.criteo.synthetic import ClickRows, Teacher
 from trainer.layout.layout import Layout
 from trainer.parallel.collectives import Block, ReplicaCollectives, WorldReplicaGroup
@@ -62,14 +62,15 @@ _SEED_TIMEOUT_S = 3600.0
 _ROWS = 3  # apart from the rows that ne_parity trains and holds out
 
 
-def measure_seed(settings: Settings, seed: int) -> dict[str, Curve]:
+def measure_seed(settings: Settings, seed: int) -> SeedResult:
     """NE of each variant after each phase. Runs on every rank of a gloo world."""
     silence_libraries()
-    held_out = rows_of_rank(settings, seed, dist.get_rank()).held_out
-    return {
-        variant: _train(settings, variant, seed, held_out, meter_of(settings))
+    held_out, meter = rows_of_rank(settings, seed, dist.get_rank()).held_out, meter_of(settings)
+    curves = {
+        variant: _train(settings, variant, seed, held_out, meter)
         for variant in (FAULT_FREE, RESIZED, UNSCALED)
     }
+    return SeedResult(curves, teacher_ne_of(meter, held_out))
 
 
 def _train(
@@ -159,9 +160,9 @@ def _spec(settings: Settings) -> JobSpec:
 
 
 def document_of(
-    settings: Settings, results: list[dict[str, Curve]], machine: dict[str, Any]
+    settings: Settings, results: list[SeedResult], machine: dict[str, Any]
 ) -> dict[str, Any]:
-    ne = {name: [result[name].ne[-1] for result in results] for name in results[0]}
+    ne = final_ne(results)
     peer = ne[FAULT_FREE]
     name = "the same training without faults"
     return {
@@ -172,35 +173,15 @@ def document_of(
             "ne_gap": ratio_of_gap(ne[RESIZED], peer, GOAL, "lower", name),
             "ne_gap_without_rescale": ratio_of_gap(ne[UNSCALED], peer, GOAL, "higher", name),
         },
-        "runs": [
-            {"seed": seed, "variant": variant, **asdict(curve)}
-            for seed, result in enumerate(results)
-            for variant, curve in result.items()
-        ],
+        "runs": runs_of(results),
     }
-
-
-def table_of(results: list[dict[str, Curve]]) -> Table:
-    title = f"{NAME}: held-out NE; groups that train by phase: {', '.join(map(str, WALK))}"
-    table = Table("variant", "NE", "gap %", "spread over seeds %", title=title)
-    peer = [result[FAULT_FREE].ne[-1] for result in results]
-    for variant in results[0]:
-        ne = [result[variant].ne[-1] for result in results]
-        gap = gap_of(ne, peer)
-        low, high = (f"{100 * bound:+.4f}" for bound in gap.spread)
-        table.add_row(variant, f"{fmean(ne):.6f}", f"{100 * gap.relative:+.4f}", f"{low} to {high}")
-    return table
 
 
 def run(options: argparse.Namespace, machine: dict[str, Any]) -> tuple[dict[str, Any], list[Table]]:
     settings = Settings(num_steps=options.steps, num_held_out_rows=65_536, sync_every=4)
-    results = []
-    for seed in range(options.seeds):
-        call = (measure_seed, NUM_GROUPS, settings, seed)
-        results.append(run_ranks(*call, timeout_s=_SEED_TIMEOUT_S)[0])
-        shown = ", ".join(f"{name} {curve.ne[-1]:.6f}" for name, curve in results[-1].items())
-        log(f"seed {seed + 1}/{options.seeds}: NE {shown}")
-    return document_of(settings, results, machine), [table_of(results)]
+    results = measure(options.seeds, measure_seed, settings)
+    title = f"{NAME}: held-out NE; groups that train by phase: {', '.join(map(str, WALK))}"
+    return document_of(settings, results, machine), [table_of(title, results, FAULT_FREE)]
 
 
 def main(arguments: list[str]) -> int:

@@ -220,7 +220,7 @@ def test_the_gap_of_a_resized_run_is_to_the_run_without_faults():
     names = (ne_resize.FAULT_FREE, ne_resize.RESIZED, ne_resize.UNSCALED)
     values = zip(names, (0.8, 0.79992, 0.808), strict=True)
     curves = {name: Curve([1], [ne]) for name, ne in values}
-    ratios = ne_resize.document_of(SMALL, [curves], {})["ratios"]
+    ratios = ne_resize.document_of(SMALL, [SeedResult(curves, 0.7)], {})["ratios"]
     assert ratios["ne_gap"]["value"] == pytest.approx(1e-4) and is_met(ratios["ne_gap"])
     assert ratios["ne_gap_without_rescale"]["value"] == pytest.approx(0.01)
 

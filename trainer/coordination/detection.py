@@ -25,6 +25,8 @@ _LEAST_EXCESS = 0.05
 _MAX_REPLACEMENTS = 3
 _WINDOW_S = 10.0
 _FAILURE_WINDOW_S = 3600.0
+AT_ONCE_S = 1.0
+"""Losses of groups in so short a time have one cause, as that of a host with several groups."""
 _CLEAR_FAULTS = 2
 _FAULTS = 5
 
@@ -298,9 +300,12 @@ class HostRecord:
     def fail(self, host: str, now: float) -> HostExcluded | None:
         """Count a failure that the host is to blame for; the exclusion that it leads to, if any.
 
-        Those that led to an exclusion do not count for the next one.
+        Several groups that it takes with it at once are one failure. Those that led to an
+        exclusion do not count for the next one.
         """
         failures = self._failures.setdefault(host, deque())
+        if failures and abs(now - failures[-1]) <= AT_ONCE_S:
+            failures.pop()
         failures.append(now)
         while failures[0] < now - _FAILURE_WINDOW_S:
             failures.popleft()

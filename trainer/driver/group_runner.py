@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer import failures
 from trainer.coordination.client import finding_s
-from trainer.coordination.detection import HostRecord, ReplacementPolicy
+from trainer.coordination.detection import AT_ONCE_S, HostRecord, ReplacementPolicy
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, is_there, warn
 from trainer.driver.cluster import Host, kill_on
 from trainer.driver.coordinator_actor import RayCoordinator
@@ -51,7 +51,7 @@ _LAST_WORDS_S = 10.0
 _DOUBTFUL_S = 20.0  # so long Ray may take for alive what is not
 _FOUND_S = 10.0  # for a restarted coordinator to be up
 _STARTING_FACTOR = 10  # of `recovery.min_hang_s`, as the coordinator gives ranks that do not train
-_WINDOW_S, _AT_ONCE_S = 60.0, 1.0  # in which losses count as in a row, and as one
+_WINDOW_S = 60.0
 # Reasons that are never the host's fault.
 _NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
 _OF_HOSTS = failures.RESTARTABLE - _NOT_OF_HOSTS | {failures.VERSION_MISMATCH}
@@ -77,8 +77,8 @@ class FailureTracker:
     ) -> list[events.HostExcluded]:
         """Count a lost group, which ran on `hosts`; the hosts excluded from now on (`unix_s`)."""
         self.last = failure
-        if self._times and now - self._times[-1] <= _AT_ONCE_S:
-            self._times.pop()  # of one cause, as the loss of a host with several groups
+        if self._times and now - self._times[-1] <= AT_ONCE_S:
+            self._times.pop()
         self._times.append(now)
         while self._times[0] < now - _WINDOW_S:
             self._times.popleft()

@@ -192,7 +192,7 @@ def test_of_ranks_that_step_together_the_one_that_is_waited_for_needs_the_time(
 
 def test_a_host_is_left_out_for_a_while_after_some_failures() -> None:
     record = HostRecord(exclude_after=3, exclude_s=100.0)
-    assert [record.fail("a", now) for now in (0, 10)] == [None, None]
+    assert [record.fail("a", now) for now in (0, 10, 10, 10.5)] == [None] * 4
     assert record.fail("a", 20) == HostExcluded(time=20, host="a", num_failures=3, until=120)
     assert record.excluded(119) == {"a"}
     assert record.excluded(120) == set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,13 +163,15 @@ class KubeApi:
         """(Time, line) of the log of a pod's only container until it ends, with `since` from there.
 
         A line that was told at that time or before is left out, so that a stream which breaks can
-        be taken up where it was.
+        be taken up where it was. A pod that is gone, or was evicted before its container ran, has
+        no lines.
         """
         query = {"follow": "true", "timestamps": "true"} | ({"sinceTime": since} if since else {})
         path = PODS.path(self.namespace, f"{pod}/log")
         # It is silent for as long as the container is.
         timeout = (self._timeout_s, _LOG_SILENCE_S)
-        with self._answer("get", _LOGS, path, query=query, timeout=timeout) as response:
+        told = self._answer("get", _LOGS, path, query=query, timeout=timeout)
+        with suppress(KubeRefused), told as response:
             for line in iter_resp_lines(response):
                 time_text, _, text = line.partition(" ")
                 if time_text > since:

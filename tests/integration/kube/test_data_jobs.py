@@ -105,6 +105,9 @@ def jobs(
 
 def test_a_command_becomes_a_job_of_the_charts_making_and_its_log_is_followed(jobs: Jobs) -> None:
     def run(job: Manifest) -> None:
+        message = 'container "data" in pod "pod-1" is waiting to start'
+        jobs.server.faults.fail(409, verb="get", path="/log", message=message)
+        jobs.add_pod(job, {"phase": "Failed", "reason": "Evicted"})
         jobs.add_pod(job, {"phase": "Failed"}, "reading: 10 %")
         jobs.add_pod(job, {"phase": "Succeeded"}, "reading: 50 %", "reading: 99 %")
         jobs.end(job, "Complete")

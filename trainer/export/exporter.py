@@ -24,7 +24,7 @@ from trainer.data.decode import InputColumn, RowLayout
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import is_data_file, read_schema
 from trainer.data.transforms import vocabulary_path
-from trainer.errors import DataError
+from trainer.errors import DataError, StorageError
 from trainer.export import artifact
 from trainer.export.artifact import ArtifactError, NotExportable, write_manifest
 from trainer.export.load import (
@@ -291,12 +291,13 @@ def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
 def copy_vocabularies(spec: JobSpec, folder: Path) -> None:
     """Copy the vocabularies that map raw values to ids, with their paths below `data.path`.
 
-    Those of the prepared data are copied even where the spec uses none: they made the ids. Raises
-    OSError, or `DataError` where one that is used is missing.
+    Those of the prepared data are copied even where the spec uses none, as far as they can be had:
+    they made the ids. Raises OSError, or `DataError` where one that is used is missing.
     """
     source = Location.parse(spec.data.path)
     files = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]
-    files += [file for file in (source / "vocab").list() if is_data_file(file.name)]
+    with contextlib.suppress(StorageError):  # data that is away is told of in the report
+        files += [file for file in (source / "vocab").list() if is_data_file(file.name)]
     folder.mkdir()
     for path in sorted({file.relative_to(source) for file in files}):
         target = folder / path

@@ -106,13 +106,20 @@ def test_a_row_at_a_time_is_predicted_like_all_at_once(exported: Path) -> None:
     assert len(predictor.predict([])["stars"]) == 0
 
 
-@pytest.mark.parametrize("data_type", ["fp32", "fp16"])
+AWAY = "s3://bucket/gone?endpoint_override=http://127.0.0.1:9&region=us-east-1"
+
+
+@pytest.mark.parametrize(("data_type", "path"), [("fp32", "/data/gone"), ("fp16", AWAY)])
 def test_tasks_of_dcn_v2_come_in_their_own_units_and_need_no_data_of_the_job(
-    tmp_path: Path, data_type: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_type: str, path: Any
 ) -> None:
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
+    monkeypatch.setattr("trainer.storage._MAX_ATTEMPTS", 1)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     tables = spec_document(tmp_path)["embedding_tables"]
     tables = [table | {"data_type": data_type} for table in tables]
-    spec = make_spec(tmp_path / "gone", model=DCN, embedding_tables=tables)
+    spec = make_spec(path, model=DCN, embedding_tables=tables)
     report = export(write_run(tmp_path / "run", spec, 3), tmp_path / "out")
     assert report.not_measured is not None
     assert "gone" in report.notes[0]

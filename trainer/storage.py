@@ -92,29 +92,23 @@ def seconds_from_environment(variable: str, default_s: float) -> float:
     return seconds
 
 
-def retry(
-    operation: Callable[[], Result],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-    draw: Callable[[], float] = random.random,
-) -> Result:
+def retry(operation: Callable[[], Result]) -> Result:
     """Run `operation`, which must be safe to repeat, until it raises no `StorageAwayError`.
 
-    Pauses double up to a bound; `draw` (0 to 1) is their jitter, which spreads clients that failed
-    together. Raises the last error once SHARDLOOM_STORAGE_RETRY_S are over.
+    Pauses double up to a bound, with a jitter, which spreads clients that failed together. Raises
+    the last error once SHARDLOOM_STORAGE_RETRY_S are over.
     """
     budget_s = seconds_from_environment("SHARDLOOM_STORAGE_RETRY_S", _RETRY_S)
-    began, longest_s = clock(), _FIRST_DELAY_S
+    began, longest_s = time.monotonic(), _FIRST_DELAY_S
     while True:
         try:
             return operation()
         except StorageAwayError as error:
-            delay_s = longest_s * (0.5 + 0.5 * draw())
-            if clock() - began + delay_s > budget_s:
+            delay_s = longest_s * (0.5 + 0.5 * random.random())
+            if time.monotonic() - began + delay_s > budget_s:
                 raise
             logger.warning("%s; trying again in %.1f s", error, delay_s)
-        sleep(delay_s)
+        time.sleep(delay_s)
         longest_s = min(2 * longest_s, _MAX_DELAY_S)
 
 

@@ -6,6 +6,7 @@ import errno
 import io
 import pickle
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
@@ -185,8 +186,8 @@ class Storage:
         return "content"
 
     def retried(self, draw: float = 1.0) -> str:
-        clock = self.clock
-        return retry(self.read, clock=clock, sleep=clock.sleep, draw=lambda: draw)
+        with patch.multiple(module, time=self.clock, random=Mock(random=lambda: draw)):
+            return retry(self.read)
 
 
 # Set to nothing is not set.
@@ -212,8 +213,8 @@ def test_what_no_retry_helps_is_said_at_once(monkeypatch) -> None:
 @given(budget_s=st.floats(0, 100), draw=st.floats(0, 1))
 def test_a_spent_budget_ends_in_the_last_error(budget_s, draw) -> None:
     storage = Storage(10_000, StorageAwayError("busy"))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageAwayError, match="busy"):
-        patch.setenv("SHARDLOOM_STORAGE_RETRY_S", str(budget_s))
+    with pytest.MonkeyPatch.context() as set_, pytest.raises(StorageAwayError, match="busy"):
+        set_.setenv("SHARDLOOM_STORAGE_RETRY_S", str(budget_s))
         storage.retried(draw)
     assert budget_s - 10 < storage.clock.now <= budget_s
     assert all(0.25 <= slept_s <= 10 for slept_s in storage.clock.slept)

@@ -10,13 +10,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs
 
+from tests.harness.clock import FakeClock
 from trainer.datasets.criteo import prepare
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import check_distinct, find_sources
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.io.csv_reader import read_blocks
 from trainer.errors import SourceMissingError, StorageAwayError
-from trainer.storage import Location, retry
+from trainer.storage import Location
 
 TEXT = b"".join(b"line %d\n" % number for number in range(5000))
 BLOCK_BYTES = 4096
@@ -73,10 +74,10 @@ def test_a_network_that_fails_is_asked_again_and_not_blamed_on_the_file(
     tmp_path, monkeypatch, is_compressed
 ):
     path, nth = write(tmp_path / "day_0", is_compressed=is_compressed), 1 if is_compressed else 3
-    pauses: list[float] = []
-    monkeypatch.setitem(retry.__kwdefaults__, "sleep", pauses.append)
+    clock = FakeClock()
+    monkeypatch.setattr("trainer.storage.time", clock)
     assert text_of(remote(path, nth, 2)) == TEXT
-    assert len(pauses) == 2
+    assert len(clock.slept) == 2
     monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
     with pytest.raises(StorageAwayError, match=r"the endpoint does not answer.*\(AWS "):
         text_of(remote(path, nth, 1000))

@@ -337,12 +337,12 @@ def _change(
 
 
 def request_resize(
-    store: JobStore, run_dir: RunDir, job_id: str, num_workers: int, actor: str = "user"
+    store: JobStore, settings: Settings, job_id: str, num_workers: int, **by: Unpack[ChangedBy]
 ) -> ResizeRequest:
     """Ask a running job for another number of workers.
 
-    Raises `JobNotFound`, `InvalidRequest`, and as conflicts `JobNotRunning` and `LayoutUnknown`;
-    `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
+    Raises `JobNotFound`, `InvalidRequest`, and as conflicts `JobNotRunning` and `LayoutUnknown`,
+    and `StorageUnavailable`.
     """
 
     def change(job: Job, known: ResizeRequest) -> ResizeRequest:
@@ -350,17 +350,17 @@ def request_resize(
         return known.model_copy(update={"workers": num_workers})
 
     message = f"resize to {num_workers} workers requested"
-    return _ask(store, run_dir, job_id, change, RESIZE, message, actor)
+    return _ask(store, settings, job_id, change, RESIZE, message, **by)
 
 
 def request_drain(
     store: JobStore,
-    run_dir: RunDir,
+    settings: Settings,
     job_id: str,
     host: str,
     *,
     undo: bool = False,
-    actor: str = "user",
+    **by: Unpack[ChangedBy],
 ) -> ResizeRequest:
     """Ask a running job to leave a host, or with `undo` to use it again.
 
@@ -379,7 +379,7 @@ def request_drain(
         return known.model_copy(update={"drain_hosts": known.drain_hosts | {host}})
 
     message = f"host {host} may be used again" if undo else f"drain of host {host} requested"
-    return _ask(store, run_dir, job_id, change, DRAIN, message, actor)
+    return _ask(store, settings, job_id, change, DRAIN, message, **by)
 
 
 def legal_sizes(job: Job) -> list[int]:
@@ -453,15 +453,17 @@ def copy_resize_request(store: JobStore, run_dir: RunDir, job_id: str, attempt_i
 
 def _ask(
     store: JobStore,
-    run_dir: RunDir,
+    settings: Settings,
     job_id: str,
     change: Callable[[Job, ResizeRequest], ResizeRequest],
     kind: str,
     message: str,
-    actor: str,
+    actor: str = "user",
+    versions: frozenset[int] | None = None,
 ) -> ResizeRequest:
     def attempt() -> ResizeRequest:
         job = store.get_job(job_id)
+        _check_version(job, versions)
         if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
             raise errors.JobNotRunning(job.id, job.status, "to place anew")
         known = _requested(store, job_id)
@@ -472,7 +474,7 @@ def _ask(
             event = TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, data)
             # The version of the job lets one of two requests through, and a stopping job none.
             store.update_job(job, timeline=[event])
-        return _place(store, run_dir, job)
+        return _place(store, run_dir_of(settings, job.id), job)
 
     return retry_if_stale(attempt)()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Response, status
 from pydantic import Field
@@ -208,24 +208,26 @@ def get(job: JobDep, context: ContextDep, response: Response) -> JobDetail:
     return with_etag(job, context, response).model_copy(update={"secret_names": names})
 
 
+def get_request(
+    job: JobDep, context: ContextDep, principal: PrincipalDep, versions: VersionsDep
+) -> Callable[..., Any]:
+    """What asks something of the job for the caller: `request(action, **options of the action)`."""
+    by = actions.ChangedBy(actor=principal.name, versions=versions)
+    return lambda action, **options: action(
+        context.store, context.settings, job.id, **by, **options
+    )
+
+
+RequestDep = Annotated[Callable[..., Any], Depends(get_request)]
+
+
 def get_change(
-    job: JobDep,
-    context: ContextDep,
-    principal: PrincipalDep,
-    versions: VersionsDep,
-    response: Response,
+    request: RequestDep, context: ContextDep, response: Response
 ) -> Callable[..., JobDetail]:
-    """What makes a change that the caller requests: `change(action, **options of the action)`."""
+    """The same for what changes the job at once, which is the answer then."""
 
     def change(action: Callable[..., Job], **options: object) -> JobDetail:
-        changed = action(
-            context.store,
-            context.settings,
-            job.id,
-            actor=principal.name,
-            versions=versions,
-            **options,
-        )
+        changed = request(action, **options)
         context.reconciler.wake()
         return with_etag(changed, context, response)
 
@@ -327,15 +329,14 @@ def delete(
 )
 @on_storage()
 def resize(
-    body: ResizeJob, job: JobDep, context: ContextDep, principal: PrincipalDep
+    body: ResizeJob, job: JobDep, context: ContextDep, request: RequestDep
 ) -> ResizeRequestOut:
     """Grow or shrink a running job; the timeline tells when it has (`resized`).
 
     409 if the job does not run. Asking again for the same size changes nothing.
     """
-    run_dir = run_dir_of(context.settings, job.id)
-    request = actions.request_resize(context.store, run_dir, job.id, body.workers, principal.name)
-    return ResizeRequestOut(**request.model_dump())
+    asked = request(actions.request_resize, num_workers=body.workers)
+    return ResizeRequestOut(**asked.model_dump())
 
 
 @router.post(
@@ -343,14 +344,11 @@ def resize(
 )
 @on_storage()
 def drain(
-    body: DrainHost, job: JobDep, context: ContextDep, principal: PrincipalDep
+    body: DrainHost, job: JobDep, context: ContextDep, request: RequestDep
 ) -> ResizeRequestOut:
     """Let groups leave a host in good order, or with `undo` use it again.
 
     409 if the job does not run. Asking again for the same changes nothing.
     """
-    run_dir = run_dir_of(context.settings, job.id)
-    request = actions.request_drain(
-        context.store, run_dir, job.id, body.host, undo=body.undo, actor=principal.name
-    )
-    return ResizeRequestOut(**request.model_dump())
+    asked = request(actions.request_drain, host=body.host, undo=body.undo)
+    return ResizeRequestOut(**asked.model_dump())

@@ -13,7 +13,6 @@ from service import errors
 from service.domain import timeline
 from service.domain.models import JobStatus
 from service.jobs import actions
-from service.jobs.run_storage import run_dir_of
 from tests.harness.builders import (
     ELASTIC,
     HOSTS,
@@ -94,6 +93,16 @@ def test_asking_again_for_the_same_changes_nothing_but_mends_the_file(api: Api) 
     assert resize(api, job_id, 8).json() == first
     assert json.loads(request_path(api, job_id).read_text()) == first
     assert len(told(api, job_id)) == 1
+
+
+def test_a_request_about_another_version_of_the_job_changes_nothing(api: Api) -> None:
+    job_id = running(api)
+    for path, body in (("resize", {"workers": 4}), ("drain", {"host": HOSTS[1]})):
+        url, headers = f"/v1/jobs/{job_id}/{path}", {"If-Match": '"1"'}
+        problem_in(api.http.post(url, json=body, headers=headers), 412, "version_changed")
+        headers["If-Match"] = api.http.get(f"/v1/jobs/{job_id}").headers["ETag"]
+        assert api.http.post(url, json=body, headers=headers).status_code == 202
+    assert len(told(api, job_id)) == 2
 
 
 def test_a_size_that_does_not_fit_is_refused_with_those_that_do(api: Api) -> None:
@@ -182,18 +191,17 @@ def test_storage_that_cannot_be_written_is_named_and_asking_again_mends_it(api: 
 def test_of_two_requests_at_once_both_count(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one comes between the first one's line and its file."""
     job_id = running(api)
-    run_dir = run_dir_of(api.settings, job_id)
     write, has_come = actions.write_json, False
 
     def interrupted(path: Path, document: dict[str, Any], runs_dir: Path) -> None:
         nonlocal has_come
         if not has_come:
             has_come = True
-            actions.request_drain(api.store, run_dir, job_id, HOSTS[0])
+            actions.request_drain(api.store, api.settings, job_id, HOSTS[0])
         write(path, document, runs_dir)
 
     monkeypatch.setattr(actions, "write_json", interrupted)
-    actions.request_resize(api.store, run_dir, job_id, 4)
+    actions.request_resize(api.store, api.settings, job_id, 4)
     wanted = json.loads(request_path(api, job_id).read_text())
     assert (wanted["workers"], wanted["drain_hosts"]) == (4, [HOSTS[0]])
 

@@ -21,20 +21,8 @@ _MARK = "TRAINER_WORKER"
 WORKER_ENVIRONMENT = {"env_vars": {_MARK: "1"}}
 _PRELOADED = "RAY_preload_python_modules"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-# The driver reads them; workers get what they need with their configuration.
-_OF_ONE_ATTEMPT = frozenset(
-    {
-        "SHARDLOOM_ATTEMPT_CODE",
-        "SHARDLOOM_ATTEMPT_ID",
-        "SHARDLOOM_AVOIDED_HOSTS",
-        "SHARDLOOM_CLUSTER_MAX_WORKERS",
-        "SHARDLOOM_END_ON",
-        "SHARDLOOM_JOB_ID",
-        "SHARDLOOM_MAX_WORKER_FAILURES",
-        "SHARDLOOM_RUN_DIR",
-        "SHARDLOOM_TRACEPARENT",
-    }
-)
+# Of ours, workers read this one alone; the rest they get with their configuration.
+_OF_ALL_JOBS = "SHARDLOOM_LOG_MAX_BYTES"
 # How long a worker that is not used waits for a job, with about 300 MB of memory.
 WARM_S = 600
 _REQUEST_TIMEOUT_S = 5.0
@@ -70,8 +58,11 @@ def share_environment(environment: MutableMapping[str, str]) -> None:
     config = json.loads(environment.get(_JOB_CONFIG, "{}"))
     variables = (config.get("runtime_env") or {}).get("env_vars")
     if variables:
-        for name in _OF_ONE_ATTEMPT:
-            variables.pop(name, None)
+        config["runtime_env"]["env_vars"] = {
+            name: value
+            for name, value in variables.items()
+            if name == _OF_ALL_JOBS or not name.startswith("SHARDLOOM_")
+        }
         environment[_JOB_CONFIG] = json.dumps(config)
 
 

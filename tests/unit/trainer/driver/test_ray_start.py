@@ -35,6 +35,7 @@ def _environment(attempt: str) -> dict[str, str]:
         "SHARDLOOM_ATTEMPT_ID": attempt,
         "SHARDLOOM_AVOIDED_HOSTS": f"hosts of {attempt}",
         "SHARDLOOM_LOG_MAX_BYTES": "1000",
+        "SHARDLOOM_ATTEMPT_TOKEN": f"token of {attempt}",
     }
     config = {"runtime_env": {"env_vars": variables}, "metadata": {"shardloom_job_id": "job-1"}}
     return variables | {JOB_CONFIG: json.dumps(config)}

@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from service.backends.kuberay.client import EVENTS, PODS, RAYJOBS, KubeApi, KubeRefused, Resource
@@ -91,37 +90,8 @@ class WatchExpired(Exception):
     """The server does not keep what happened after a version: a list must come first."""
 
 
-@dataclass
-class WatchCache:
-    """What is known of the objects, by name. Pure; `version` is None before the first list."""
-
-    objects: dict[str, Manifest] = field(default_factory=dict)
-    version: str | None = None
-
-    def replace(self, listed: Mapping[str, object]) -> None:
-        """Take over a list."""
-        items: list[Manifest] = listed.get("items") or []  # type: ignore[assignment]
-        self.objects = {item["metadata"]["name"]: item for item in items}
-        self.version = str(listed["metadata"]["resourceVersion"])  # type: ignore[index]
-
-    def apply(self, event: Manifest) -> None:
-        """Take over an event; raises `WatchExpired`, and `BackendUnreachable` for other errors."""
-        kind, found = event["type"], event["object"]
-        if kind == "ERROR" and found.get("code") == _GONE:
-            raise WatchExpired
-        if kind == "ERROR":
-            raise BackendUnreachable(f"the watch of RayJobs broke: {found.get('message')}")
-        metadata = found["metadata"]
-        if kind in ("ADDED", "MODIFIED"):
-            self.objects[metadata["name"]] = found
-        elif kind == "DELETED":
-            self.objects.pop(metadata["name"], None)
-        # A bookmark has nothing but its version.
-        self.version = str(metadata["resourceVersion"])
-
-
 class RayJobWatch:
-    """A thread that keeps a `WatchCache` of the RayJobs that Shardloom made.
+    """A thread that keeps a copy of the RayJobs that Shardloom made.
 
     `on_turn` gets all objects after each list and each watch, which is about once a minute.
     """
@@ -134,7 +104,9 @@ class RayJobWatch:
     ) -> None:
         self._api = api
         self._on_turn = on_turn
-        self._cache = WatchCache()
+        self._objects: dict[str, Manifest] = {}
+        # None where a list must come first.
+        self._version: str | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._pause = pause or self._closing.wait
@@ -152,12 +124,12 @@ class RayJobWatch:
     def find(self, name: str) -> Manifest | None:
         """An object as it is now; None where it is not known, or nothing is."""
         with self._lock:
-            return self._cache.objects.get(name) if self.is_live else None
+            return self._objects.get(name) if self.is_live else None
 
     def all(self) -> list[Manifest]:
         """Every object that is known."""
         with self._lock:
-            return list(self._cache.objects.values())
+            return list(self._objects.values())
 
     def _run(self) -> None:
         failures = 0
@@ -178,16 +150,17 @@ class RayJobWatch:
     def follow(self) -> bool:
         """List if that is needed, then watch until the stream ends; whether it ended well."""
         try:
-            if self._cache.version is None:
+            if self._version is None:
                 listed = self._api.list(RAYJOBS, labelSelector=SELECTOR)
+                items: list[Manifest] = listed.get("items") or []
                 with self._lock:
-                    self._cache.replace(listed)
-            assert self._cache.version is not None
-            with self._api.watch(RAYJOBS, self._cache.version, SELECTOR, WATCH_S) as events:
+                    self._objects = {item["metadata"]["name"]: item for item in items}
+                    self._version = str(listed["metadata"]["resourceVersion"])
+            with self._api.watch(RAYJOBS, self._version, SELECTOR, WATCH_S) as events:
                 self.is_live = True
                 for event in events:
                     with self._lock:
-                        self._cache.apply(event)
+                        self._apply(event)
                     if self._closing.is_set():
                         return True
             if not self._closing.is_set():
@@ -205,7 +178,22 @@ class RayJobWatch:
             logger.info("the watch of RayJobs broke: %r", error)
             return False
 
+    def _apply(self, event: Manifest) -> None:
+        """Take over an event; raises `WatchExpired`, and `BackendUnreachable` for other errors."""
+        kind, found = event["type"], event["object"]
+        if kind == "ERROR" and found.get("code") == _GONE:
+            raise WatchExpired
+        if kind == "ERROR":
+            raise BackendUnreachable(f"the watch of RayJobs broke: {found.get('message')}")
+        metadata = found["metadata"]
+        if kind in ("ADDED", "MODIFIED"):
+            self._objects[metadata["name"]] = found
+        elif kind == "DELETED":
+            self._objects.pop(metadata["name"], None)
+        # A bookmark has nothing but its version.
+        self._version = str(metadata["resourceVersion"])
+
     def _lose(self) -> None:
         with self._lock:
             self.is_live = False
-            self._cache.version = None
+            self._version = None

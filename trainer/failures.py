@@ -159,12 +159,11 @@ def evidence_of(error: BaseException) -> dict[str, str]:
     return evidence
 
 
-def user_lines(error: BaseException, root: Path | None, base: Path | None = None) -> list[str]:
+def user_lines(error: BaseException, root: Path | None, base: Path | None) -> list[str]:
     """The lines of an error's traceback that lie in `root`, a folder or a file, and what it was.
 
-    Paths are shown from `base` (by default `root`), as the user knows them.
+    Paths are shown from `base`, as the user knows them.
     """
-    base = base or root
     told = traceback.TracebackException.from_exception(error)
     lines = []
     for frame in told.stack:

@@ -136,12 +136,7 @@ def choose_layout(
         waited_s += _POLL_S
 
 
-def await_host(
-    spec: JobSpec,
-    context: DriverContext,
-    capacity: CapacityManager,
-    wait: Callable[[float], None] = time.sleep,
-) -> None:
+def await_host(spec: JobSpec, context: DriverContext, capacity: CapacityManager) -> None:
     """Wait for a first host for a worker, where layout or device depend on the hosts.
 
     Requests one from the autoscaler; later ones are assumed to be like it. Raises `AttemptFailed`
@@ -154,7 +149,7 @@ def await_host(
         capacity.seek(demand, capacity.read_free_hosts())
         if context.is_pause_wanted:
             raise AttemptFailed(PAUSED_EARLY)
-        wait(_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def layout_chosen(choice: Choice) -> events.LayoutChosen:

@@ -486,7 +486,7 @@ def _remove_others(files: AttemptDir) -> None:
 # ---- hosts without the driver
 
 
-def serve_host(config: MirrorConfig, patience_s: float = PATIENCE_S) -> None:
+def serve_host(config: MirrorConfig) -> None:
     """In a worker: have this host's copy kept until the host has no more workers of the attempt.
 
     Returns once the driver's files are here; raises OSError where they do not come.
@@ -499,7 +499,7 @@ def serve_host(config: MirrorConfig, patience_s: float = PATIENCE_S) -> None:
     subprocess.run(
         command, input=json.dumps(asdict(config)).encode(), stdout=subprocess.DEVNULL, check=True
     )
-    give_up_at = time.monotonic() + patience_s
+    give_up_at = time.monotonic() + PATIENCE_S
     while not files.resolved_spec_path.exists():
         if time.monotonic() > give_up_at:
             raise OSError(f"no files of the run came from {config.service_url}")

@@ -48,6 +48,7 @@ from tests.benchmarks.report import (
     run_pairs,
 )
 from tests.conftest import EXAMPLE_SPEC
+from tests.harness.builders import TINY_DATA
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import free_port, wait_for
 from trainer.protocol.events import Event, EventBatch, Metrics, Note
@@ -257,10 +258,7 @@ async def _hear(http: httpx.AsyncClient, job: str, word: str, listening: asyncio
 def shardloom_server(folder: Path) -> Iterator[ShardloomServer]:
     """Our service with its state in `folder`, without limits on how often it may be asked."""
     document = yaml.safe_load(EXAMPLE_SPEC.read_text())
-    data = folder / "data"
-    data.mkdir()
-    (data / "manifest.json").write_text("{}")
-    document["data"]["path"] = str(data)
+    document["data"]["path"] = str(TINY_DATA)
     settings = {
         "SHARDLOOM_RATE_LIMIT_PER_S": "1000000",
         "SHARDLOOM_RATE_LIMIT_BURST": "1000000",

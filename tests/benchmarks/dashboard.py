@@ -43,6 +43,7 @@ from tests.benchmarks.report import (
     run_pairs,
 )
 from tests.conftest import EXAMPLE_SPEC
+from tests.harness.builders import TINY_DATA
 from tests.harness.databases import store_job
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import free_port
@@ -99,10 +100,7 @@ def fill(home: Path, num_jobs: int = NUM_JOBS, num_points: int = NUM_POINTS) -> 
     """Make a store with jobs in many projects; the newest one has `num_points` points."""
     home.mkdir(parents=True, exist_ok=True)
     document = yaml.safe_load(EXAMPLE_SPEC.read_text())
-    data = home / "data"
-    data.mkdir()
-    (data / "manifest.json").write_text("{}")
-    document["data"]["path"] = str(data)
+    document["data"]["path"] = str(TINY_DATA)
     store = JobStore.open(f"sqlite:///{home / 'shardloom.db'}")
     now = time.time()
     spec = validate_spec(document)

@@ -83,18 +83,16 @@ def shardloom(tmp_path_factory):
 
 @pytest.fixture
 def spec_file(tmp_path):
-    (tmp_path / "ratings").mkdir()
-    (tmp_path / "ratings" / "manifest.json").write_text("{}")
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(spec_document()))
-    return [str(path), "--set", f"data.path={tmp_path / 'ratings'}"]
+    return str(path)
 
 
-def wait_for_status(shardloom: Shell, job: str, status: str) -> None:
+def wait_until_starting(shardloom: Shell, job: str) -> None:
     def shown() -> bool:
-        return json.loads(shardloom.read("show", job, "--json"))["status"] == status
+        return json.loads(shardloom.read("show", job, "--json"))["status"] == "STARTING"
 
-    wait_for(shown, f"status {status} of {job}")
+    wait_for(shown, f"{job} to start")
 
 
 def test_a_second_up_says_that_it_is_up_already(shardloom):
@@ -125,13 +123,13 @@ def test_status_tells_service_and_cluster(shardloom):
 
 
 def test_a_job_is_planned_submitted_listed_read_and_cancelled(shardloom, spec_file):
-    plan = json.loads(shardloom.read("plan", *spec_file, "--json"))
+    plan = json.loads(shardloom.read("plan", spec_file, "--json"))
     assert plan["sharding_groups"] == [[0, 2], [1, 3]]
 
-    submitted = shardloom("submit", *spec_file, "--set", "name=first")
+    submitted = shardloom("submit", spec_file, "--set", "name=first")
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.strip()
-    wait_for_status(shardloom, job, "STARTING")
+    wait_until_starting(shardloom, job)
     assert job in shardloom.read("ps")
     for command in ("show", "events", "metrics", "checkpoints", "logs"):
         shardloom.read(command, job)
@@ -157,16 +155,16 @@ def assert_ctrl_c_detaches(follower: subprocess.Popen[str], job: str) -> None:
 
 
 def test_ctrl_c_detaches_and_the_job_goes_on(shardloom, spec_file):
-    with shardloom.start("run", *spec_file) as follower:
+    with shardloom.start("run", spec_file) as follower:
         assert follower.stdout is not None
         job = follower.stdout.readline().split()[-1]
-        wait_for_status(shardloom, job, "STARTING")
+        wait_until_starting(shardloom, job)
         assert_ctrl_c_detaches(follower, job)
     with shardloom.start("follow", job) as follower:
         assert follower.stdout is not None
         assert follower.stdout.readline()
         assert_ctrl_c_detaches(follower, job)
-    wait_for_status(shardloom, job, "STARTING")
+    wait_until_starting(shardloom, job)
     shardloom("cancel", job)
 
 

@@ -29,7 +29,6 @@ from trainer.driver.attempt import (
     Attempt,
     Outcome,
     Restart,
-    is_there,
     warn,
 )
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
@@ -39,6 +38,7 @@ from trainer.elastic.coordinator.goodput import GoodputMeter
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
+from trainer.errors import StorageError
 from trainer.failures import Failure
 from trainer.protocol.events import (
     CheckpointCommitted,
@@ -512,9 +512,6 @@ class JobRunner:
     def _judge(self, run_index: int, failure: Failure | None) -> Outcome:
         if failure is None:
             self._num_without_room = 0
-            if self.attempt.context.is_mirrored and not self._await_mark(run_index):
-                message = "the workers ended, and how has not been told: is the service away?"
-                return Failure(failures.STORAGE_ERROR, message)
             if not self._has_stopped(run_index):
                 return None
             return PAUSED if self._cause == failures.PAUSED else Restart()
@@ -530,30 +527,29 @@ class JobRunner:
             self.attempt.writer.write(exclusion)
         return failure
 
-    def _await_mark(self, run_index: int) -> bool:
-        """Whether the mark of workers that ended well comes from their host, by the service."""
-        files, until = self.attempt.context.files, self.clock() + PATIENCE_S
-        marks = files.stopping_path(run_index), files.completed_path(run_index)
-        while not (found := any(is_there(mark) for mark in marks)) and self.clock() < until:
-            self.wait(_POLL_S)
-        # The last records of workers that save as they stop come after their mark.
-        self.wait(MIRROR_S)
-        return found
-
     def _has_stopped(self, run_index: int) -> bool:
         """Whether workers that ended well did so as they were asked to.
 
-        Waits for storage that fails; raises OSError where it does not come back.
+        Waits for storage that fails, and where hosts share none for the mark of their end; raises
+        OSError or `StorageError` where it does not come.
         """
-        mark, until = self.attempt.context.files.stopping_path(run_index), self.clock() + PATIENCE_S
+        files, until = self.attempt.context.files, self.clock() + PATIENCE_S
+        is_mirrored = self.attempt.context.is_mirrored
         while True:
             try:
-                return mark.exists()
+                has_stopped = files.stopping_path(run_index).exists()
+                if has_stopped or not is_mirrored or files.completed_path(run_index).exists():
+                    break
+                message = "the workers ended, and how has not been told: is the service away?"
+                problem: Exception = StorageError(message)
             except OSError as error:
-                if self.clock() >= until:
-                    raise
-                logger.warning("how the workers ended is looked up again: %s", error)
+                problem = error
+            if self.clock() >= until:
+                raise problem
             self.wait(_POLL_S)
+        # The last records of workers that save as they stop come after their mark.
+        self.wait(MIRROR_S if is_mirrored else 0.0)
+        return has_stopped
 
     def _await_lost_host(self, failure: Failure) -> Failure:
         """The failure, as a lost host if the cluster reports that within `settle_s`."""

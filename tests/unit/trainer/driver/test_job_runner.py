@@ -22,6 +22,7 @@ from trainer.driver.autoscale import CapacityManager, CapacityRequest
 from trainer.driver.cluster import Host
 from trainer.driver.job_runner import Bounds, JobRunner, Plan, cause_to_stop, need_of, plan
 from trainer.driver.ray_train import TrainRun
+from trainer.errors import StorageError
 from trainer.failures import Failure
 from trainer.protocol import events
 from trainer.protocol import requests as requests_module
@@ -389,9 +390,8 @@ def test_where_hosts_share_nothing_the_mark_of_how_workers_ended_is_waited_for(
     world.plot = [(40, world.end()), (50, files.stopping_path(1).touch)]
     assert isinstance(world.runner.run_once(1), Restart)
     world.plot = [(70, world.end())]
-    ended = world.runner.run_once(2)
-    assert isinstance(ended, Failure)
-    assert ended.reason == failures.STORAGE_ERROR
+    with pytest.raises(StorageError, match="is the service away"):
+        world.runner.run_once(2)
 
 
 def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> None:

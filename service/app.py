@@ -121,7 +121,9 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
     security = Security.open(settings, store.engine)
     sweep_store = SweepStore(store.engine)
-    sweep_runner = SweepRunner(sweep_store, store, security.keys, settings, reconciler.wake)
+    sweep_runner = SweepRunner(
+        sweep_store, store, security.keys, settings, reconciler.wake, telemetry.job_ended
+    )
     app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",

@@ -18,6 +18,7 @@ from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.projects import hold_lock
 from service.db.sweeps import SweepStore
+from service.domain.models import Job
 from service.domain.sweeps import Observed, Sweep, SweepStatus, Trial, decide, trial_key
 from service.errors import (
     IdempotencyConflict,
@@ -48,7 +49,8 @@ _PASSING = (OSError, MemoryError, RuntimeError)
 class SweepRunner:
     """Runs the sweeps of `store` until closed; `clock` gives Unix seconds.
 
-    `jobs_changed` is called where jobs were made, or asked to stop.
+    `jobs_changed` is called where jobs were made, or asked to stop, `job_ended` with one that a
+    cancellation ended at once.
     """
 
     store: SweepStore
@@ -56,6 +58,7 @@ class SweepRunner:
     keys: KeyStore
     settings: Settings
     jobs_changed: Callable[[], None]
+    job_ended: Callable[[Job], None]
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -189,7 +192,9 @@ class SweepRunner:
     def _cancel(self, trial: Trial) -> None:
         assert trial.job_id is not None, "only a trial with a job is cancelled"
         with suppress(JobEnded, JobNotFound):
-            cancel_job(self.jobs, self.settings, trial.job_id, actor=trial.sweep_id)
+            job = cancel_job(self.jobs, self.settings, trial.job_id, actor=trial.sweep_id)
+            if job.status.is_terminal:
+                self.job_ended(job)
         self.jobs_changed()
 
 

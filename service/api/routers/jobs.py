@@ -228,6 +228,8 @@ def get_change(
 
     def change(action: Callable[..., Job], **options: object) -> JobDetail:
         changed = request(action, **options)
+        if changed.status.is_terminal:
+            context.telemetry.job_ended(changed)
         context.reconciler.wake()
         return with_etag(changed, context, response)
 

@@ -55,7 +55,8 @@ def runner_of(api: Api) -> SweepRunner:
     """A loop as a service just started would have it."""
     context = api.http.app.state.context  # type: ignore[attr-defined]
     keys = context.security.keys
-    return SweepRunner(context.sweeps, api.store, keys, api.settings, lambda: None)
+    job_ended = context.telemetry.job_ended
+    return SweepRunner(context.sweeps, api.store, keys, api.settings, lambda: None, job_ended)
 
 
 def trials_of(api: Api, sweep_id: str):
@@ -359,6 +360,8 @@ def test_the_sdk_creates_lists_cancels_and_forgets(client, api):
     found = client.get_sweep(made[0].id)
     assert found.status == "CANCELLED"
     assert {trial.status for trial in found.trials} == {JobStatus.CANCELLED}
+    ended = 'shardloom_ended_jobs_total{reason="cancelled",status="CANCELLED"}'
+    assert f"{ended} {len(found.trials)}.0" in api.http.get("/metrics").text
     with pytest.raises(Conflict):
         client.cancel_sweep(made[0].id)
     client.delete_sweep(made[0].id)

@@ -29,11 +29,12 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
@@ -72,6 +73,9 @@ class HostClock:
     def is_past(self, mark: float) -> bool:
         return True
 
+    def wait(self, mark: float) -> None:
+        """It is past."""
+
     def elapsed_s(self, start: float, end: float) -> float:
         return end - start
 
@@ -88,9 +92,12 @@ class CudaClock:
         """Whether the device has passed `mark`; does not wait."""
         return mark.query()
 
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Wait until the device has passed `mark`."""
+        mark.synchronize()
+
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds from `start` to `end`; waits until the device has passed `end`."""
-        end.synchronize()
+        """Seconds from `start` to `end`, both of which the device has passed."""
         return start.elapsed_time(end) / 1e3
 
 
@@ -175,7 +182,9 @@ class PhaseTimes:
         """
         self._mark_end()
         self._current = "other"
-        self._add_up(sum(1 for _ in takewhile(self._clock.is_past, self._marks[1:])))
+        # Marks are passed in order.
+        end = bisect_left(self._marks, True, lo=1, key=lambda mark: not self._clock.is_past(mark))
+        self._add_up(end - 1)
         steps = max(num_steps, 1)
         means = {phase: seconds / steps for phase, seconds in self._seconds.items()}
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -186,7 +195,9 @@ class PhaseTimes:
         self._marks.append(self._clock.mark())
 
     def _add_up(self, count: int) -> None:
-        """Turn the oldest `count` marks into seconds."""
+        """Turn the oldest `count` marks into seconds, once the device has passed them."""
+        if count:
+            self._clock.wait(self._marks[count])
         for phase, (start, end) in zip(self._ended[:count], pairwise(self._marks), strict=False):
             self._seconds[phase] += self._clock.elapsed_s(start, end)
         del self._ended[:count], self._marks[:count]

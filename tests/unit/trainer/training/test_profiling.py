@@ -36,6 +36,9 @@ class FakeTime(FakeClock):
     def is_past(self, mark: float) -> bool:
         return mark <= self.device_time
 
+    def wait(self, mark: float) -> None:
+        assert self.is_past(mark), "a report waits for no device"
+
     def elapsed_s(self, start: float, end: float) -> float:
         return end - start
 
@@ -173,6 +176,8 @@ def test_what_the_device_has_not_done_yet_counts_in_the_next_window() -> None:
     for phase in ("dense", "backward"):
         with times.during(phase):
             clock.now += 3.0
+    clock.device_time = -1.0
+    assert _nonzero(times.read(1)) == {}
     clock.device_time = clock.now - 1.0
     assert _nonzero(times.read(1)) == {"dense": 3.0}
     clock.now += 2.0

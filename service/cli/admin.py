@@ -26,7 +26,6 @@ from service.cli.common import (
 )
 from service.cli.render import plain_table
 from service.client import credentials
-from service.client.client import ShardloomClient
 from service.domain.auth import AuditRecord
 from service.domain.membership import span_text
 from service.errors import ServiceError
@@ -52,7 +51,7 @@ def login(url: UrlOption = None) -> None:
     """Keep an API key for a service, asked for without echo, in a file that only you can read."""
     service = common.service_url(url)
     key = typer.prompt(f"API key for {service}", hide_input=True, err=True).strip()
-    with ShardloomClient(service, api_key=key, retry=common.CLI_RETRY) as client:
+    with common.open_client(service, api_key=key) as client:
         found = client.whoami()
     if found.kind == "local":
         error_console().print("this service asks for no key; it is kept all the same")

@@ -45,8 +45,8 @@ _BY_STATUS = {
 }
 _REFUSALS = (SpecError, errors.ExportFailed, errors.TraceLost, errors.CredentialsUnusable)
 # A person waits for the answer, and the error says how to go on: give up within two seconds.
-CLI_RETRY = RetryPolicy(num_retries=3)
-_AT_ONCE = RetryPolicy(num_retries=0)
+_RETRY = RetryPolicy(num_retries=3)
+_AT_ONCE: dict[str, Any] = {"retry": RetryPolicy(num_retries=0), "timeout_s": 1.0}
 _MAX_COMPLETIONS = 50
 # A table that is piped into a file must not be cut at 80 columns.
 PIPED_WIDTH = 200
@@ -58,9 +58,9 @@ def job_names(incomplete: str) -> list[tuple[str, str]]:
     Empty if the service does not answer at once: completion must not block the shell.
     """
     try:
-        with open_client(None, _AT_ONCE) as client:
+        with open_client(os.environ.get("SHARDLOOM_URL"), **_AT_ONCE) as client:
             jobs = client.list_jobs(limit=_MAX_COMPLETIONS).items
-    except errors.ShardloomError:
+    except (errors.ShardloomError, StackError):
         return []
     offered = {job.name: f"newest: {job.status.lower()}" for job in reversed(jobs)}
     if incomplete.startswith("job-"):  # else all ids would be in the way
@@ -143,8 +143,8 @@ def service_url(url: str | None) -> str:
     return state.url if state is not None else DEFAULT_URL
 
 
-def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomClient:
-    return ShardloomClient(service_url(url), retry=retry)
+def open_client(url: str | None, **options: Any) -> ShardloomClient:
+    return ShardloomClient(service_url(url), **{"retry": _RETRY, **options})
 
 
 def print_json(value: object) -> None:

@@ -405,7 +405,7 @@ class FakeService:
         self.uploads: list[bytes] = []
         self.requests: list[httpx.Request] = []
 
-    def client(self, url: str | None = None, _retry: RetryPolicy | None = None) -> ShardloomClient:
+    def client(self, url: str | None = None, **_options: Any) -> ShardloomClient:
         """A client of this service, without pauses."""
         return ShardloomClient(
             url or "http://fake:1",

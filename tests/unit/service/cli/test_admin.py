@@ -96,7 +96,6 @@ def house(open_guarded: GuardedApps, tmp_path: Path, monkeypatch: pytest.MonkeyP
         return ShardloomClient(url or URL, transport=made.http._transport, **options)
 
     monkeypatch.setattr(common, "open_client", open_client)
-    monkeypatch.setattr("service.cli.admin.ShardloomClient", open_client)
     monkeypatch.setenv("SHARDLOOM_URL", URL)
     return made
 

@@ -6,9 +6,12 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -19,6 +22,7 @@ from service.backends.fake import Script
 from service.cli import jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
 from service.client.client import ShardloomClient
+from service.client.transport import REQUEST_TIMEOUT_S
 from service.dashboard import fragments
 from service.domain.metrics import MEMORY_PARTS
 from service.schemas.wording import NOTHING, TIMES
@@ -38,6 +42,7 @@ from tests.harness.builders import (
     spec_document,
     workers_started,
 )
+from tests.harness.http_stub import http_stub
 from tests.harness.service import (
     Api,
     FakeService,
@@ -345,6 +350,24 @@ def test_the_shell_completes_names_and_where_asked_for_ids(service: FakeService)
     for typed, offered in (("", "ratings"), ("rat", "ratings"), ("x", ""), ("job-", "job-1")):
         assert [name for name, _ in job_names(typed)] == offered.split()
     service.is_down = True
+    assert job_names("") == []
+
+
+def test_completion_asks_the_service_that_is_named_and_waits_for_none_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path))
+    with http_stub(200) as stub, socket.create_server(("127.0.0.1", 0)) as hanging:
+        stub.body = json.dumps({"items": [job_body()]}).encode()
+        monkeypatch.setenv("SHARDLOOM_URL", stub.url)
+        assert [name for name, _ in job_names("")] == ["ratings"]
+        monkeypatch.setenv("SHARDLOOM_URL", f"http://127.0.0.1:{hanging.getsockname()[1]}")
+        begun_s = time.monotonic()
+        assert job_names("") == []
+        assert time.monotonic() - begun_s < REQUEST_TIMEOUT_S / 2
+    monkeypatch.delenv("SHARDLOOM_URL")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "file" / "home"))
     assert job_names("") == []
 
 

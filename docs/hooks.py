@@ -212,13 +212,10 @@ def _in_order(schema: Schema, models: Schema) -> list[str]:
 def _service() -> FastAPI:
     """The service's app over an empty database in a folder that is removed at the end."""
     folder = tempfile.TemporaryDirectory(prefix="shardloom-docs-")
-    _KEPT.append(folder)
-    return build_app(
-        Settings(home=Path(folder.name), backend="fake", dashboard=False, auth="local")
-    )
-
-
-_KEPT: list[Any] = []
+    settings = Settings(home=Path(folder.name), backend="fake", dashboard=False, auth="local")
+    app = build_app(settings)
+    app.state.folder = folder  # It is removed with the app.
+    return app
 
 
 def _rest_api() -> str:
@@ -245,14 +242,8 @@ def _by_tag(document: Schema) -> dict[str, list[tuple[str, str, Any]]]:
         for method in _METHODS:
             if method in item:
                 operation = item[method]
-                tag = (operation.get("tags") or [_resource(path)])[0]
-                found.setdefault(tag, []).append((method, path, operation))
+                found.setdefault(operation["tags"][0], []).append((method, path, operation))
     return dict(sorted(found.items()))
-
-
-def _resource(path: str) -> str:
-    words = [each for each in path.split("/") if each and each != "v1"]
-    return re.split(r"[:{]", words[0])[0] if len(words) > 0 and path.startswith("/v1") else "system"
 
 
 def _operation(method: str, path: str, operation: Schema, links: Links) -> Iterator[str]:

@@ -30,15 +30,13 @@ class Script:
     """What an attempt does: one observation per poll, the last one for ever after.
 
     `refusal` is the text of a refused submission. The first `num_lost_answers` submissions raise
-    `BackendUnreachable`; they arrive all the same if `arrives_unanswered`. An attempt that
-    `ignores_stop` goes on as if nobody had asked.
+    `BackendUnreachable`; they arrive all the same if `arrives_unanswered`.
     """
 
     observations: tuple[str, ...] = ("pending", "running")
     refusal: str = ""
     num_lost_answers: int = 0
     arrives_unanswered: bool = False
-    ignores_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class FakeBackend(Backend):
         script = self._script_of(attempt_id, record.job_id)
         with (self._attempts / f"{attempt_id}.polls").open("ab") as polls:
             polls.write(b".")
-        if record.num_stops and not script.ignores_stop:
+        if record.num_stops:
             return Observation(ObservedState.STOPPED)
         turn = min(record.num_polls, len(script.observations) - 1)
         return Observation(ObservedState(script.observations[turn]))
@@ -132,7 +130,7 @@ class FakeBackend(Backend):
         return {attempt_id: self.observe(attempt_id) for attempt_id in attempt_ids}
 
     def stop(self, attempt_id: str) -> None:
-        """From the next poll on the attempt is stopped, unless its script ignores it."""
+        """From the next poll on the attempt is stopped."""
         self._check_up()
         record = self.record(attempt_id)
         if record is not None:

@@ -33,8 +33,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 class Fault(BaseModel):
     """What befalls one rank, at the first pass of `phase` at `step` or later.
 
-    It happens `times` times, in life number `incarnation` of the group. `arg` is the exit code of
-    `exit` (1 where it is 0) and the seconds of `slow`. `nan` makes a loss NaN, in whatever phase.
+    It happens `times` times, in life number `incarnation` of the group. `arg` is the seconds of
+    `slow`. `nan` makes a loss NaN, in whatever phase.
     Steps are nominal ones; in the phases of a sync between groups they are numbers of commits, and
     joining is at step 0. Once there is a file `until` it happens no more.
     """
@@ -154,7 +154,7 @@ def _takes(fault: Fault, step: int) -> bool:
 def _strike(fault: Fault) -> None:
     match fault.kind:
         case "exit":
-            os._exit(int(fault.arg) or 1)
+            os._exit(1)
         case "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "sigstop":

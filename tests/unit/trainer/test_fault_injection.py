@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,16 +18,6 @@ from trainer import fault_injection
 def disarmed() -> Iterator[None]:
     yield
     fault_injection.arm(0, 0, 0, {})
-
-
-@pytest.fixture
-def struck(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What would have befallen this process."""
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(os, "_exit", lambda code: calls.append(("exit", code)))
-    monkeypatch.setattr(os, "kill", lambda pid, signum: calls.append((pid, signum)))
-    monkeypatch.setattr(time, "sleep", lambda seconds: calls.append(("sleep", seconds)))
-    return calls
 
 
 def arm(*documents: dict[str, Any], group: int = 1, rank: int = 0, incarnation: int = 0) -> None:
@@ -90,15 +77,6 @@ def test_another_life_of_the_group_has_faults_of_its_own() -> None:
     fault_injection.inject("exchange", 5)
     with pytest.raises(RuntimeError):
         fault_injection.inject("join", 0)
-
-
-def test_a_process_ends_stops_or_waits(struck: list[tuple[Any, ...]]) -> None:
-    kinds = (("exit", 0), ("exit", 7), ("sigkill", 0), ("sigstop", 0), ("slow", 1.5))
-    for kind, arg in kinds:
-        arm(fault(kind=kind, arg=arg))
-        fault_injection.inject("exchange", 5)
-    signals = [(os.getpid(), signal.SIGKILL), (os.getpid(), signal.SIGSTOP)]
-    assert struck == [("exit", 1), ("exit", 7), *signals, ("sleep", 1.5)]
 
 
 def test_a_poisoned_loss_is_nan_once_and_so_are_its_gradients() -> None:

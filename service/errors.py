@@ -235,9 +235,6 @@ class JobNotEnded(Conflict):
 class JobNotRunning(Conflict):
     template = "job {} has no workers {}: it is {}, not RUNNING"
 
-    def __init__(self, job_id: str, status: str, purpose: str = "to trace") -> None:
-        super().__init__(job_id, purpose, status)
-
 
 class JobNotPaused(Conflict):
     template = "job {} is not paused: it is {}"
@@ -245,7 +242,7 @@ class JobNotPaused(Conflict):
 
 class JobActive(Conflict):
     code = "job_at_work"
-    template = "job {} is {}; {} first"
+    template = "job {} is {}; pause or cancel it, and wait until it has stopped first"
 
 
 class LayoutUnknown(Conflict):

@@ -37,12 +37,7 @@ from service.schemas.jobs import (
     RunningJob,
     WaitingJob,
 )
-from service.schemas.sweeps import (
-    EarlyStoppingSpec,
-    SweepDetail,
-    SweepSummary,
-    TrialOut,
-)
+from service.schemas.sweeps import SweepDetail, SweepSummary, TrialOut
 from service.settings import Settings
 from trainer.export.artifact import ArtifactError
 from trainer.export.requests import ExportFolder, list_exports
@@ -222,13 +217,8 @@ def sweep_summary(sweep: Sweep) -> SweepSummary:
 def sweep_detail(sweep: Sweep, trials: Sequence[Observed]) -> SweepDetail:
     """A sweep with its trials as they are now."""
     best = best_of(sweep, trials)
-    stopping = sweep.early_stopping
     return SweepDetail(
         **_sweep_facts(sweep),
-        num_parallel=sweep.num_parallel,
-        seed=sweep.seed,
-        early_stopping=EarlyStoppingSpec.model_validate(stopping) if stopping else None,
-        parameters=list(sweep.parameters),
         trials=[_trial_view(sweep, each) for each in trials],
         best=best.trial.number if best else None,
         best_spec=set_values(dict(sweep.spec), best.trial.values) if best else None,
@@ -236,20 +226,14 @@ def sweep_detail(sweep: Sweep, trials: Sequence[Observed]) -> SweepDetail:
 
 
 def _sweep_facts(sweep: Sweep) -> dict[str, Any]:
-    shared = SweepSummary.model_fields.keys() - {"num_trials"}
-    facts = {name: getattr(sweep, name) for name in shared}
-    return {**facts, "num_trials": num_of_trials(sweep)}
+    return {**vars(sweep), "num_trials": num_of_trials(sweep)}
 
 
 def _trial_view(sweep: Sweep, observed: Observed) -> TrialOut:
     trial, job = observed.trial, observed.job
     return TrialOut(
-        number=trial.number,
-        values=dict(trial.values),
-        job_id=trial.job_id,
+        **{**vars(trial), "message": trial.message or (job.message if job else "")},
         status=job.status if job else None,
         step=job.progress.step if job else 0,
         value=observed.value(sweep.metric),
-        stopped_at=trial.stopped_at,
-        message=trial.message or (job.message if job else ""),
     )

@@ -168,9 +168,7 @@ def restart_job(
 
     def change(job: Job, actor: str) -> Decision:
         if not (job.status.is_terminal or job.status.is_at_rest):
-            raise errors.JobActive(
-                job.id, job.status, "pause or cancel it, and wait until it has stopped"
-            )
+            raise errors.JobActive(job.id, job.status)
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
         with errors.reaching_storage(f"cannot restore the files of job {job_id}: "):
             # A deletion which was cut off may have taken them.
@@ -465,7 +463,7 @@ def _ask(
         job = store.get_job(job_id)
         _check_version(job, versions)
         if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
-            raise errors.JobNotRunning(job.id, job.status, "to place anew")
+            raise errors.JobNotRunning(job.id, "to place anew", job.status)
         known = _requested(store, job_id)
         changed = change(job, known)
         if changed != known:

@@ -106,7 +106,7 @@ def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest
         message = f"no such rank: workers are numbered 0 to {world_size - 1}"
         raise InvalidRequest([FieldProblem(f"ranks[{each}]", "rank", message) for each in unknown])
     if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
-        raise JobNotRunning(job.id, job.status)
+        raise JobNotRunning(job.id, "to trace", job.status)
     chosen = tuple(sorted(set(ranks)))
     return TraceRequest(f"t-{secrets.token_hex(4)}", job.current_attempt_id, num_steps, chosen)
 

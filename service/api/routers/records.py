@@ -24,7 +24,7 @@ from service.schemas.jobs import (
     MetricsOut,
     TimelineEventOut,
 )
-from trainer.spec.base import FieldProblem
+from trainer.spec.base import MAX_INTEGER, FieldProblem
 
 router = APIRouter(prefix="/v1", tags=["records"], route_class=ThreadRoute)
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -33,8 +33,6 @@ _ARCHIVE: dict[int | str, dict[str, Any]] = {
 }
 MAX_SERIES = 100
 MAX_KINDS = 50
-# The largest integer of the database.
-MAX_INTEGER = 2**63 - 1
 _MAX_RANK = 10**6 - 1
 # A search that found nothing so far returns after this time, with its cursor.
 _SEARCH_S = 0.5

@@ -22,10 +22,9 @@ from service.schemas.admin import (
 from service.schemas.common import Page
 from service.settings import Settings
 from service.webhooks.safe_http import AddressRefused, check_url
-from trainer.spec.base import FieldProblem
+from trainer.spec.base import MAX_INTEGER, FieldProblem
 
 router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"], route_class=ThreadRoute)
-_MAX_ID = 2**63 - 1
 
 
 def administered(
@@ -121,7 +120,9 @@ def send_test(webhook_id: WebhookId, context: ContextDep) -> DeliveryOut:
 def list_deliveries(
     webhook_id: WebhookId,
     context: ContextDep,
-    after: Annotated[int | None, Query(ge=0, le=_MAX_ID, description="`next` of a page.")] = None,
+    after: Annotated[
+        int | None, Query(ge=0, le=MAX_INTEGER, description="`next` of a page.")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     state: DeliveryState | None = None,
 ) -> Page[DeliveryOut]:
@@ -137,7 +138,7 @@ def list_deliveries(
 )
 def redeliver(
     webhook_id: WebhookId,
-    delivery_id: Annotated[int, Path(ge=0, le=_MAX_ID)],
+    delivery_id: Annotated[int, Path(ge=0, le=MAX_INTEGER)],
     context: ContextDep,
 ) -> DeliveryOut:
     """Send it again with the same id, whatever came of it before."""

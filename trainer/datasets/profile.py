@@ -81,10 +81,9 @@ class ColumnReport:
 class ColumnSketch:
     """Gathers one column part by part."""
 
-    def __init__(self, name: str, *, is_text: bool = False, max_values: int = MAX_VALUES) -> None:
+    def __init__(self, name: str, *, is_text: bool = False) -> None:
         """`is_text` says that text is not to be taken for numbers even where all of it could be."""
         self._name = name
-        self._max_values = max_values
         self._num_rows = self._num_nulls = self._num_items = self._num_infinite = 0
         self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
         self._moments = Moments()
@@ -183,10 +182,10 @@ class ColumnSketch:
         hashed = values.hash(seed=0).alias("value")
         fresh = hashed.value_counts(name="count").cast(_COUNTS)
         counts = pl.concat([self._counts, fresh]).group_by("value").agg(pl.col("count").sum())
-        if len(counts) > self._max_values:
+        if len(counts) > MAX_VALUES:
             # The most frequent quarter stays, and a sample, which is halved until all fits.
             ranked = counts.sort(["count", "value"], descending=True).with_row_index("rank")
-            is_top, most = pl.col("rank") < self._max_values // 4, self._max_values * 3 // 4
+            is_top, most = pl.col("rank") < MAX_VALUES // 4, MAX_VALUES * 3 // 4
             while len(ranked := ranked.filter(self._is_sampled() | is_top)) > most:
                 self._level += 1
             counts = ranked.drop("rank")

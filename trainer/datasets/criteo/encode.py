@@ -66,15 +66,14 @@ def frequent_values(
     *,
     min_count: int,
     max_values: int,
-    max_counted: int = MAX_COUNTED,
 ) -> pl.DataFrame:
     """Each `value` seen at least `min_count` times and its `count`; values ascend.
 
     Of more than `max_values` the most frequent ones; ties go to the smaller value. `read` gives the
-    column in parts, anew at each call. At most about `max_counted` values, or one part if that is
+    column in parts, anew at each call. At most about `MAX_COUNTED` values, or one part if that is
     more, are counted in memory at once.
     """
-    kept = _count_range(read, (MISSING, MAX_RAW_ID + 1), min_count, max_counted)
+    kept = _count_range(read, (MISSING, MAX_RAW_ID + 1), min_count)
     return kept.sort(["count", "value"], descending=[True, False]).head(max_values).sort("value")
 
 
@@ -82,7 +81,6 @@ def _count_range(
     read: Callable[[], Iterable[IntArray]],
     bounds: tuple[int, int],
     min_count: int,
-    max_counted: int,
 ) -> pl.DataFrame:
     """`value` and `count` of values in [low, high); halves of the range where they are too many."""
     low, high = bounds
@@ -92,12 +90,12 @@ def _count_range(
         counts = pl.Series("value", inside, pl.Int64).value_counts(name="count")
         pending.append(counts.cast(_NO_COUNTS.schema))
         # Merging when as much has come as is there keeps the work linear.
-        if sum(map(len, pending)) > max(len(total), max_counted // 8):
+        if sum(map(len, pending)) > max(len(total), MAX_COUNTED // 8):
             total, pending = _merge(total, pending), []
-        if len(total) > max_counted and high - low > 1:
+        if len(total) > MAX_COUNTED and high - low > 1:
             middle = (low + high) // 2
             halves = ((low, middle), (middle, high))
-            return pl.concat([_count_range(read, h, min_count, max_counted) for h in halves])
+            return pl.concat([_count_range(read, h, min_count) for h in halves])
     return _merge(total, pending).filter(pl.col("count") >= min_count)
 
 

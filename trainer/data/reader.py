@@ -219,7 +219,6 @@ class RowReader:
         self._max_bad_share = spec.data.max_bad_share
         self._bad_rows: dict[int, int] = {}
         self._layout = layout_of(spec)
-        check_schema(self._layout, source.schema, source.folder)
         self._source = source
         order_of = _order_of(source, spec, shuffle and spec.data.shuffle)
         self._order_of = lru_cache(2)(lambda epoch: order_of(epoch=epoch))

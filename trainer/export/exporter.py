@@ -265,11 +265,10 @@ def _write(
 def _kinds(spec: JobSpec) -> dict[str, str]:
     """Kinds of the training data's columns; none where it is not there any more."""
     split = spec.data.split
-    for part in (split.train, split.validation):
+    for part in filter(None, (split.train, split.validation)):
         with contextlib.suppress(DataError):
-            schema = read_schema(Location.parse(spec.data.path) / part) if part is not None else []
-            if schema:
-                return {field.name: raw_kind(field.type) for field in schema}
+            schema = read_schema(Location.parse(spec.data.path) / part)
+            return {field.name: raw_kind(field.type) for field in schema}
     return {}
 
 

@@ -128,8 +128,7 @@ class SpanSink:
         """Send what is left; an attempt that did not end well has no end of its own."""
         if self._attempt is not None and self._attempt.is_recording():
             self._attempt.end()
-        if self._provider is not None:
-            self._provider.shutdown()
+        self._provider.shutdown()
 
 
 def _ns(time: float) -> int:

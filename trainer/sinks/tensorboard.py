@@ -48,5 +48,4 @@ class TensorBoardSink:
         self._writer = writer
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()

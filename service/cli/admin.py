@@ -51,6 +51,8 @@ def login(url: UrlOption = None) -> None:
     """Keep an API key for a service, asked for without echo, in a file that only you can read."""
     service = common.service_url(url)
     key = typer.prompt(f"API key for {service}", hide_input=True, err=True).strip()
+    if not key:
+        raise typer.BadParameter("no key was typed; `shardloom keys create` prints one")
     with common.open_client(service, api_key=key) as client:
         found = client.whoami()
     if found.kind == "local":

@@ -110,6 +110,7 @@ def test_signing_in_and_out(house: Guarded, home: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "signed in as key:viewer" in done.output
     assert house.keys["viewer"] not in done.output
+    assert shardloom("login", stdin="  \n").exit_code == 2
     assert "viewer in default" in shardloom("whoami").output
     assert shardloom("logout").exit_code == 0
     assert shardloom("whoami").exit_code == 2

@@ -48,11 +48,8 @@ def create_webhook(
     _check_url(body.url, context.settings)
     secret = new_secret()
     webhook = Webhook(
+        **body.model_dump(),
         id=new_webhook_id(),
-        project=body.project,
-        url=body.url,
-        description=body.description,
-        kinds=tuple(body.kinds),
         secret=context.security.master.encrypt(secret),
         is_active=True,
         created_at=time.time(),

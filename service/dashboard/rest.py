@@ -6,13 +6,11 @@ has the same rights, checks, limits and audit log as one from outside.
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 from nicegui import ui
-from pydantic import ValidationError
 
 from service.api.authentication import CSRF_HEADER, SESSION_COOKIE
 from service.api.deps import Context, known_principal
@@ -63,13 +61,5 @@ class Rest:
         async with httpx.AsyncClient(transport=transport, base_url=origin, timeout=None) as http:
             answer = await http.request(method, path, headers=headers, **options)
         if answer.is_error:
-            raise Refused(_problem_of(answer))
+            raise Refused(Problem.model_validate_json(answer.content))
         return answer
-
-
-def _problem_of(answer: httpx.Response) -> Problem:
-    try:
-        return Problem.model_validate_json(answer.content)
-    except ValidationError:
-        status = HTTPStatus(answer.status_code)
-        return Problem(title=status.phrase, status=status, detail=status.phrase, code="http_error")

@@ -175,7 +175,9 @@ class Session:
                 compare_state=spec.parallelism.sync.optimizer_state == "every",
             )
         self.loss_weighting = LossWeighting(spec, groups.global_group)
-        self._draws_at_random = draws_at_random(spec, groups.device)
+        # `torch.manual_seed` seeds the same, and takes 0.1 ms where CUDA is not in use.
+        generators = (torch.default_generator, *torch.cuda.default_generators)
+        self._generators = generators if draws_at_random(spec, groups.device) else ()
 
     def _warn_of_sync(self, message: str) -> None:
         logger.warning("%s", message)
@@ -336,9 +338,10 @@ class Session:
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
-        if self._draws_at_random:
-            seed = self.spec.training.seed
-            torch.manual_seed(step_seed(seed, self.rows_agreed, step, self.rank))
+        if self._generators:
+            seed = step_seed(self.spec.training.seed, self.rows_agreed, step, self.rank)
+            for generator in self._generators:
+                generator.manual_seed(seed)
         self.loss_weighting.begin(batch)
         with self.model.averaging(is_dense_step):
             with self.phases.begun("dense"):

@@ -1,4 +1,4 @@
-"""Mounts the dashboard under `/dashboard`; the sign-in page and the page for unknown paths.
+"""Mounts the dashboard under `/dashboard`, and the sign-in page.
 
 Signing in turns an API key, or a link of the service's own user, into a session, kept in a cookie;
 its page is plain HTML without scripts. NiceGUI keeps one application per process: of several apps
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from inspect import isawaitable
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -19,7 +18,6 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse
 from nicegui import app as nicegui_app
 from nicegui import ui
-from starlette.exceptions import HTTPException
 
 from service.api.authentication import CSRF_COOKIE, LOGIN_PATH, SESSION_COOKIE
 from service.api.deps import Context, ContextDep
@@ -41,11 +39,6 @@ _HOME = f"{MOUNT_PATH}/"
 _MAX_FORM_BYTES = 8192
 # After NiceGUI's own 3 s a page that a busy machine builds slowly would be an error 500.
 _BUILD_TIMEOUT_S = 30.0
-# The page may stand at any path, whose own policy would forbid its style.
-_UNKNOWN_PAGE_CSP = (
-    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
-)
 
 
 @router.get(LOGIN_PATH)
@@ -138,14 +131,10 @@ async def _form_of(request: Request) -> dict[str, str]:
 
 
 def _page(context: Context, wanted: str, fault: str = "") -> HTMLResponse:
-    html = _render("login.html", next=wanted, fault=fault, auth=context.settings.auth)
+    logo, auth = (STATIC_DIR / "logo.svg").read_text(encoding="utf-8"), context.settings.auth
+    html = fragments.render("login.html", logo=logo, next=wanted, fault=fault, auth=auth)
     status = HTTPStatus.UNAUTHORIZED if fault else HTTPStatus.OK
     return HTMLResponse(html, status, headers={"Cache-Control": "no-store"})
-
-
-def _render(template: str, **values: str) -> str:
-    logo = (STATIC_DIR / "logo.svg").read_text(encoding="utf-8")
-    return fragments.render(template, logo=logo, **values)
 
 
 def mount(app: FastAPI) -> None:
@@ -178,7 +167,6 @@ def mount(app: FastAPI) -> None:
     def _home() -> RedirectResponse:
         return RedirectResponse(f"{MOUNT_PATH}/")
 
-    _show_unknown_pages(app)
     ui.run_with(
         app,
         root=partial(_unknown_page, rest),
@@ -201,31 +189,6 @@ def _add_page(path: str, page: Callable[..., Any], rest: Rest) -> None:
             await page(**request.path_params).build()
         except (NotFound, StoreUnavailable, Refused) as error:
             blank_page(rest, error.title, str(error), error.status)
-
-
-def _show_unknown_pages(app: FastAPI) -> None:
-    """Answer browsers with a page where nothing is at a path outside of the API.
-
-    Everything else is answered as before.
-    """
-    otherwise = app.exception_handlers[HTTPException]
-
-    async def _on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if error.status_code == HTTPStatus.NOT_FOUND and _wants_page(request):
-            html = _render("unknown_page.html", path=request.url.path)
-            headers = {"Content-Security-Policy": _UNKNOWN_PAGE_CSP}
-            return HTMLResponse(html, HTTPStatus.NOT_FOUND, headers=headers)
-        answer = otherwise(request, error)
-        return await answer if isawaitable(answer) else answer
-
-    app.add_exception_handler(HTTPException, _on_http_error)
-
-
-def _wants_page(request: Request) -> bool:
-    is_api = request.url.path.startswith("/v1/")
-    is_read = request.method in ("GET", "HEAD")
-    return is_read and not is_api and "text/html" in request.headers.get("accept", "")
 
 
 def _unknown_page(rest: Rest) -> None:

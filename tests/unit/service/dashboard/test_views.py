@@ -42,7 +42,7 @@ from service.errors import InvalidRequest, JobNotFound
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, workers_started
 from tests.harness.databases import store_attempt, store_job
-from tests.harness.service import LOOPBACK_URL, problem_in
+from tests.harness.service import LOOPBACK_URL
 from trainer.layout.layout import Layout
 from trainer.spec import load_spec
 
@@ -313,21 +313,3 @@ def test_each_app_of_a_process_shows_its_own_store(store: JobStore, tmp_path: Pa
     with client_of(other, tmp_path) as client:
         assert "movie-nights" in client.get("/dashboard/").text
     other.close()
-
-
-def test_an_unknown_path_is_a_page_to_a_browser_and_a_problem_to_a_program(
-    store: JobStore, tmp_path: Path
-) -> None:
-    settings = Settings(home=tmp_path, backend="fake", auth="none")
-    app = create_app(settings, store, FakeBackend(tmp_path / "fake"))
-    http = TestClient(app, base_url=LOOPBACK_URL)
-    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-    page = http.get("/jobs/<b>", headers=browser)
-    assert page.status_code == 404
-    assert page.headers["content-type"].startswith("text/html")
-    assert "style-src 'unsafe-inline'" in page.headers["content-security-policy"]
-    assert "/jobs/&lt;b&gt;" in page.text
-    assert 'href="/dashboard/"' in page.text
-    problem_in(http.get("/jobs"), 404, "not_found")
-    problem_in(http.get("/v1/unknown", headers=browser), 404, "not_found")
-    problem_in(http.post("/jobs", headers=browser), 404, "not_found")

@@ -28,6 +28,11 @@ PATIENT = RetryPolicy(num_retries=400, max_delay_s=0.3)
 SHUTDOWN_TIMEOUT_S = 60
 
 
+def variables_of_others() -> dict[str, str]:
+    """This process's, but for settings of a service: those of a developer name a real database."""
+    return {name: text for name, text in os.environ.items() if not name.startswith("SHARDLOOM_")}
+
+
 class ServiceProcess:
     """`python -m service.app` with its state under `home`; it may be killed and started again.
 
@@ -61,7 +66,7 @@ class ServiceProcess:
 
     def environment(self) -> dict[str, str]:
         return {
-            **os.environ,
+            **variables_of_others(),
             "SHARDLOOM_HOME": str(self.home),
             "SHARDLOOM_PORT": str(self.port),
             "SHARDLOOM_BACKEND": "fake",

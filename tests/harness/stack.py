@@ -21,6 +21,7 @@ from service.local.state import StackError, StackHome, StackState
 from service.schemas.jobs import JobDetail
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.processes import if_killed
+from tests.harness.service_process import variables_of_others
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.spec.parse import apply_overrides
@@ -32,9 +33,8 @@ class Stack:
     """The running stack, its client, and a hand on every process of a job."""
 
     def __init__(self, home: Path) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("SHARDLOOM_")}
         settings = {"SHARDLOOM_AUTH": "none", "SHARDLOOM_KEEP_PLANNER": "false"}
-        self._home, self._environment = home, kept | settings
+        self._home, self._environment = home, variables_of_others() | settings
         self._local = LocalStack(StackHome(home), self._environment)
         self._port = free_port()
 

@@ -23,6 +23,7 @@ from service.local.processes import is_alive
 from service.local.state import StackHome
 from tests.harness.builders import spec_document
 from tests.harness.processes import if_killed
+from tests.harness.service_process import variables_of_others
 from tests.harness.wait import free_port, scaled, wait_for
 
 
@@ -35,8 +36,7 @@ class Shell:
 
     @property
     def environment(self) -> dict[str, str]:
-        kept = {key: text for key, text in os.environ.items() if not key.startswith("SHARDLOOM_")}
-        return kept | {
+        return variables_of_others() | {
             "SHARDLOOM_HOME": str(self.home),
             "SHARDLOOM_PORT": str(self.port),
             "SHARDLOOM_BACKEND": "fake",

@@ -259,20 +259,26 @@ def _room_beside(now: Plan, hosts: Sequence[Host], avoided: Collection[str]) -> 
 
 
 def cause_to_stop(
-    bounds: Bounds, now: Plan, hosts: Sequence[Host], request: ResizeRequest
+    bounds: Bounds,
+    now: Plan,
+    hosts: Sequence[Host],
+    request: ResizeRequest,
+    excluded: frozenset[str] = frozenset(),
 ) -> str | None:
     """Why the running workers should start again, one of `Resized.cause`; None to let them run.
 
     They leave a host that Ray drains in any case, as they would lose it, and one that people drain
-    where there is room elsewhere.
+    where there is room elsewhere. They stay on `excluded` hosts, which they took as others lacked,
+    until they can be more without.
     """
     leaving = {host.address for host in hosts if host.is_draining}
     avoided = leaving | request.drain_hosts
-    room = _room_beside(now, hosts, avoided)
-    best = bounds.best(room, request.wanted_beside(now.num_workers))
+    wanted = request.wanted_beside(now.num_workers)
+    best = bounds.best(_room_beside(now, hosts, avoided | excluded), wanted)
     if leaving & now.addresses or (avoided & now.addresses and best is not None):
         return "drain"
-    if best is None or best == now.num_workers:
+    kept = bounds.best(now.num_workers, wanted)
+    if (best or 0) <= now.num_workers == kept:
         return None
     return "request" if request.workers is not None else "room"
 
@@ -431,12 +437,13 @@ class JobRunner:
                 continue
             current = self._placed(current)
             self._seek_capacity(current, is_new=self.clock() - began < _MIN_RUN_S)
-            request, hosts = self._requests.poll(), self._hosts_but_excluded(current)
+            request, hosts = self._requests.poll(), self.read_hosts()
             leaves_straggler |= self._leaves_straggler(current, request, hosts)
             if leaves_straggler:
                 is_asked = self._stop(run_index, "straggler")
                 continue
-            cause = cause_to_stop(self._bounds, current, hosts, request)
+            excluded = self.record.excluded(time.time())
+            cause = cause_to_stop(self._bounds, current, hosts, request, excluded)
             if cause is None:
                 better_since = None
                 continue
@@ -458,11 +465,6 @@ class JobRunner:
         places = tuple(hosts[address] for address, pids in processes.items() for _ in pids)
         return replace(current, hosts=places)
 
-    def _hosts_but_excluded(self, current: Plan) -> list[Host]:
-        """The hosts that a restart might use; excluded ones in use were taken as others lacked."""
-        excluded = self.record.excluded(time.time()) - current.addresses
-        return [host for host in self.read_hosts() if host.address not in excluded]
-
     def _leaves_straggler(
         self, current: Plan, request: ResizeRequest, hosts: Sequence[Host]
     ) -> bool:
@@ -470,7 +472,8 @@ class JobRunner:
         must_leave = False
         for found in self._replacements.new(self.hang_monitor.stragglers):
             num_there = len(self.hang_monitor.processes.get(found.host, ()))
-            elsewhere = _usable(hosts, {found.host, *request.drain_hosts})
+            excluded = self.record.excluded(time.time())
+            elsewhere = _usable(hosts, {found.host, *request.drain_hosts, *excluded})
             has_room = 0 < num_there <= sum(host.num_free for host in elsewhere)
             is_replaced = not must_leave and self._replacements.replaces(
                 found.host, has_room=has_room, place=found.rank
@@ -485,15 +488,13 @@ class JobRunner:
         if capacity is None:
             return
         request = self._requests.poll()
-        hosts = capacity.read_free_hosts()
-        if is_new:
-            # The workers may not have taken their room yet, and left none there.
-            own = current.addresses
-            hosts = [replace(h, num_free=0) if h.address in own else h for h in hosts]
+        hosts, excluded = capacity.read_free_hosts(), self.record.excluded(time.time())
+        # New workers may not have taken their room yet, and left none there.
+        full = excluded | (current.addresses if is_new else frozenset())
+        hosts = [replace(h, num_free=0) if h.address in full else h for h in hosts]
         wanted = request.wanted_beside(current.num_workers)
         # Excluded hosts in use were taken as there were no others.
-        excluded = self.record.excluded(time.time()) - current.addresses
-        avoided = request.drain_hosts | excluded
+        avoided = request.drain_hosts | (excluded - current.addresses)
         capacity.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
 
     def _kill(self) -> None:

@@ -302,6 +302,25 @@ def test_workers_of_a_fixed_size_leave_the_drained_host_that_ray_chose(
     assert world.launched[1].node_ids == ("node-b",) * 4
 
 
+@pytest.mark.parametrize("workers", ["null", "4"])
+def test_workers_on_an_excluded_host_that_they_took_as_others_lacked_do_not_grow_there(
+    world: World, workers: str
+) -> None:
+    world.avoid("a")
+    world.wish(f'{{"workers": {workers}}}')
+    world.processes = {"a": {11, 12}}
+
+    def others_come() -> None:
+        assert not world.files.stop_request_path.exists(), "a restart would use no more of it"
+        world.hosts[:] = host("a", 2), host("b", 4)
+
+    world.plot = [(1, world.change(host("a", 2))), (100, others_come), (150, world.stop)]
+    assert world.runner.run_once(0) == Restart()
+    world.plot = [(200, world.end())]
+    assert world.runner.run_once(1) is None
+    assert [run.node_ids for run in world.launched] == [(), ("node-b",) * 4]
+
+
 def test_after_a_loss_the_job_goes_on_with_what_is_left(world: World) -> None:
     died = Failure(failures.WORKERS_LOST, "rank 3 was lost", is_death=True, evidence={"host": "b"})
     world.hosts = [host("a", 4), host("b", 2)]

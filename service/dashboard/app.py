@@ -45,7 +45,7 @@ _BUILD_TIMEOUT_S = 30.0
 def show_login(request: Request, context: ContextDep) -> Response:
     """The form; whoever needs none, or comes by a link of `shardloom up`, is sent on."""
     wanted = safe_target(request.query_params.get("next"))
-    if context.settings.auth == "none" or _is_signed_in(request, context):
+    if _is_signed_in(request, context):
         return RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
     code = request.query_params.get("code")
     if code is None:

@@ -412,7 +412,8 @@ class Tracer:
             self._enqueue("spec", spec.num_steps, spec.ranks)
         if self._recording is None and self._queued:
             with self._speed.paused():
-                self._recording = _start(*self._queued.popleft())
+                self._recording = _Recording(*self._queued.popleft(), profile())
+                self._recording.profiler.start()
             self._speed.phases.annotate = True
         if self._recording:
             self._recording.step_range = record_function(f"ProfilerStep#{step}")
@@ -474,12 +475,6 @@ class Tracer:
     def _report(self, level: Literal["warning", "error"], message: str) -> None:
         logger.warning("%s", message)
         self._emit(events.Note(time=time.time(), level=level, message=message))
-
-
-def _start(trace_id: str, num_steps: int) -> _Recording:
-    recording = _Recording(trace_id, num_steps, profile())
-    recording.profiler.start()
-    return recording
 
 
 def _write(profiler: profile, path: Path) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from dotenv import dotenv_values
+
 from service.files import write_private
 
 _FOLDER = Path(__file__).parent
@@ -31,9 +33,8 @@ def make_env(folder: Path) -> list[str]:
     """
     env = folder / ".env"
     text = env.read_text() if env.exists() else ""
-    lines = (line.partition("=") for line in text.splitlines())
-    # To Compose an empty one is missing, and of two lines the later one counts.
-    known = {name.removeprefix("export ").strip(): value.strip(" '\"") for name, _, value in lines}
+    # To Compose an empty one is missing.
+    known = dotenv_values(env, interpolate=False)
     missing = [name for name in _SECRETS if not known.get(name)]
     added = "".join(f"{name}={secrets.token_hex(_NUM_BYTES)}\n" for name in missing)
     if added:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -220,7 +221,8 @@ class _DistantMaker:
 
     def close(self) -> None:
         if self._number is not None:
-            self._process.drop(self._number)
+            with suppress(RuntimeError, MemoryError):  # it may have ended
+                self._process.call(self._number, "close")
 
 
 class _ReadAhead(Iterator[tuple[Batch, StepType]]):

@@ -24,7 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -72,7 +72,7 @@ class ReaderProcess:
         return number
 
     def call(self, number: int, method: str, *arguments: Any) -> Any:
-        """What a method of object `number` returns."""
+        """What a method of object `number` returns; its `close` lets the object go."""
         request = pickle.dumps((number, method, arguments))
         with self._lock:
             try:
@@ -95,11 +95,6 @@ class ReaderProcess:
         raised = kind.__new__(kind)
         raised.args = (message,)
         raise raised
-
-    def drop(self, number: int) -> None:
-        """Close the object, and forget it; the process may have ended."""
-        with suppress(RuntimeError, MemoryError):
-            self.call(number, "close")
 
     def close(self) -> None:
         """End the process, whatever it does. Harmless when called again."""
@@ -141,10 +136,10 @@ def _padded(num_bytes: int) -> int:
     return num_bytes + -num_bytes % _ALIGNMENT
 
 
-def _send(to: socket.socket, data: bytes, tensors: list[torch.Tensor] | None = None) -> None:
-    total = sum(_padded(tensor.nbytes) for tensor in tensors or [])
+def _send(to: socket.socket, data: bytes, tensors: Sequence[torch.Tensor] = ()) -> None:
+    total = sum(_padded(tensor.nbytes) for tensor in tensors)
     to.sendall(_SIZES.pack(len(data), total) + data)
-    for tensor in tensors or []:
+    for tensor in tensors:
         to.sendall(tensor.contiguous().numpy().data)
         to.sendall(bytes(-tensor.nbytes % _ALIGNMENT))
 

@@ -226,7 +226,8 @@ class Comparer:
             if plan and is_placed
             else ways_of(spec, layout, self._whole)
         )
-        own = spec.parallelism.sync
+        own, chosen = spec.parallelism.sync, self._chosen
+        is_same = (layout, choice.group_hosts) == (chosen.layout, chosen.group_hosts)
         for sync in [own] if self._only_own_sync else _syncs(spec, choice):
             with_its_syncs = ways
             if layout.num_replicas > 1:
@@ -238,12 +239,13 @@ class Comparer:
                 cost = _with_ranks(cost, rank_memory(workload, plan, cluster), cluster)
             elif plan or not self._need.holds_tables(layout.shard_group_size):
                 cost = replace(cost, fits=False)
+            # A tuned sync is the spec's own with whatever interval it has come to.
+            is_own = sync == own or (own.is_tuned and sync.mode == own.mode)
             candidate = replace(
                 self._candidate(choice, sync, workload, cost),
                 is_planned=plan is not None,
                 obstacle=plan.obstacle if plan else "",
-                is_chosen=_is_same(choice, self._chosen)
-                and (layout.num_replicas == 1 or _is_asked_for(sync, own)),
+                is_chosen=is_same and (layout.num_replicas == 1 or is_own),
             )
             yield Option(candidate, choice, topology, spec)
 
@@ -328,15 +330,6 @@ def _freed(spec: JobSpec) -> JobSpec:
     """The spec with L and the placement left open."""
     free = {"shard_group_size": "auto", "placement": "auto"}
     return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=free)})
-
-
-def _is_asked_for(sync: SyncSpec, own: SyncSpec) -> bool:
-    """Whether a sync is the spec's `own`; a tuned one with whatever interval it has come to."""
-    return sync == own or (own.is_tuned and sync.mode == own.mode)
-
-
-def _is_same(choice: Choice, chosen: Choice) -> bool:
-    return (choice.layout, choice.group_hosts) == (chosen.layout, chosen.group_hosts)
 
 
 def _judged(spec: JobSpec, chosen: Choice, found: Sequence[Option]) -> Comparison:

@@ -20,8 +20,6 @@ from trainer.layout.hosts import HostFacts, hosts_by_address
 
 _STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
 _MAX_ERROR_CHARS = 500
-# Of no right, of somebody else, or for now: of statuses that blame a request.
-_NO_REFUSALS = (401, 403, 404, 408, 425, 429)
 # Of the 20 000 that Ray tells; all of them are in driver.log on run storage.
 _MAX_LOG_CHARS = 2000
 # Ray tells of 100 unless asked for more, and of no more than this.
@@ -68,7 +66,8 @@ class RayJobsBackend(Backend):
         response = self._send("POST", "/api/jobs/", json=body, timeout=self._submit_timeout_s)
         if "submission_id" in _json_object(response) or "already exists" in response.text:
             return
-        if not response.is_client_error or response.status_code in _NO_REFUSALS:
+        # Ray itself blames a request by no other status.
+        if response.status_code != httpx.codes.BAD_REQUEST:
             raise BackendUnreachable(self._strange(response))
         raise SubmissionRefused(f"Ray at {self.address} refused the job: {_cause(response)}")
 

@@ -72,7 +72,7 @@ def test_a_refusal_shows_the_last_line_of_rays_answer() -> None:
 
 def test_an_answer_that_refuses_nothing_is_unreachable() -> None:
     # A 200 is the page of a proxy that wants to know who asks.
-    for status in (200, 302, 401, 404, 408, 425, 429, 500, 503):
+    for status in (200, 302, 401, 404, 405, 407, 408, 425, 429, 500, 503):
         with pytest.raises(BackendUnreachable):
             _backend(_answers(status, text="try later")).submit(SUBMISSION)
 

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from trainer.checkpoint.save_load import CheckpointError
 from trainer.errors import DataError
 from trainer.export.artifact import ExportError
@@ -34,7 +32,6 @@ from trainer.protocol.run_dir import RunDir
 _REFUSALS = (
     ExportError,
     CheckpointError,
-    CheckpointException,
     DataError,
     UserCodeError,
     OSError,

@@ -11,13 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.files import Folder, checkpoints_of, folder_at, read_commit
-from trainer.checkpoint.remote_io import SafeLoadPlanner, reader_for
-from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, matches
+from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, load, matches
 from trainer.checkpoint.state_dict import name_in_table_place, stored_sizes, table_of
 from trainer.export.artifact import NoCheckpoint, NotEnoughMemory, NotExportable
 from trainer.models.networks import build_model
@@ -134,17 +131,13 @@ def load_model(spec: JobSpec, folder: Folder) -> nn.Module:
     """The job's model on the CPU with the weights of the checkpoint in `folder`, in eval mode.
 
     Whatever T, L, placement and sharding wrote it. Raises `NotExportable` where the checkpoint is
-    of another model.
+    of another model, and what `load` of checkpoints does.
     """
     model = build_model(spec, _CPU)
     materialize(model)
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     _check_shapes(folder, model)
-    try:
-        reader, planner = reader_for(folder), SafeLoadPlanner()
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-    except (CheckpointException, OSError) as error:
-        raise NotExportable(f"checkpoint {folder.name} cannot be loaded: {error}") from error
+    load(folder, state)
     return model.eval()
 
 

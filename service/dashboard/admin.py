@@ -11,13 +11,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 from nicegui import ui
 
 from service.dashboard import fragments
 from service.dashboard.panels import asking, button
-from service.dashboard.rest import Refused, Rest
+from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import page_frame, panel
 from service.domain.auth import ALL_PROJECTS, Role
 from service.errors import StoreUnavailable
@@ -216,8 +215,7 @@ class SettingsPage:
             ui.notify("Name the project.", type="warning")
             self._quota_dialog.open()
             return
-        path = f"/v1/projects/{quote(name, safe='')}"
-        await self._change(self._show_projects, "PUT", path, json=body)
+        await self._change(self._show_projects, "PUT", path_of("projects", name), json=body)
 
     # ---- API keys
 

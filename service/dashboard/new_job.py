@@ -11,13 +11,12 @@ import json
 import uuid
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
 from nicegui import events, ui
 
 from service.dashboard import fragments, spec_text
 from service.dashboard.panels import asking, button
-from service.dashboard.rest import Refused, Rest
+from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import MOUNT_PATH, blank_page, go_to, page_frame, panel
 from service.dashboard.sweeps import SearchForm, options_of
 from service.domain.auth import Role
@@ -140,7 +139,7 @@ class NewJobPage:
     async def _first_text(self) -> str:
         self._templates[""] = _EMPTY
         if self._source:
-            told = await self._rest.get(f"/v1/jobs/{quote(self._source, safe='')}")
+            told = await self._rest.get(path_of("jobs", self._source))
             job = JobDetail.model_validate(told, context={"stored": True})
             self._source, self._cloned = job.id, spec_of_clone(job.spec)
             document = self._cloned.model_dump(mode="json", exclude_defaults=True)

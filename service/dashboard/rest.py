@@ -7,6 +7,7 @@ has the same rights, checks, limits and audit log as one from outside.
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import FastAPI
@@ -16,6 +17,11 @@ from service.api.authentication import CSRF_HEADER, SESSION_COOKIE
 from service.api.deps import Context, known_principal
 from service.domain.auth import Principal
 from service.schemas.common import Problem
+
+
+def path_of(kind: str, name: str) -> str:
+    """Path of something, whatever a reader typed as its name."""
+    return f"/v1/{kind}/{quote(name, safe='').replace('.', '%2E')}"
 
 
 class Refused(Exception):

@@ -12,7 +12,7 @@ from nicegui import ui
 from service.dashboard import charts, fragments
 from service.dashboard.job import ChartBox
 from service.dashboard.panels import asking, button
-from service.dashboard.rest import Refused, Rest
+from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import MOUNT_PATH, link_button, page_frame, panel
 from service.dashboard.spec_text import flow
 from service.domain.auth import Role
@@ -157,7 +157,7 @@ class SweepPage:
     """One reader's view of a sweep, read again every few seconds."""
 
     def __init__(self, rest: Rest, sweep_id: str) -> None:
-        self._rest, self._path = rest, f"/v1/sweeps/{sweep_id}"
+        self._rest, self._path = rest, path_of("sweeps", sweep_id)
         self._shown: SweepDetail | None = None
 
     async def build(self) -> None:

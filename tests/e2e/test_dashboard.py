@@ -483,7 +483,7 @@ def test_a_job_is_paused_by_a_button_and_stopped_by_another_which_asks_first(
     assert dashboard.woken.is_set()
 
 
-@pytest.mark.parametrize("path", ["jobs/job-unknown", "no/such/page"])
+@pytest.mark.parametrize("path", ["jobs/job-unknown", "no/such/page", "sweeps/%3F", "new?source=."])
 def test_what_does_not_exist_is_a_friendly_404(page: Page, path: str) -> None:
     answer = page.goto(f"/dashboard/{path}")
     assert answer.status == 404

@@ -233,8 +233,9 @@ class KubeApi:
         known = _explained(status, body, message, verb, resource, self.namespace)
         if known:
             return BackendUnreachable(known)
-        # A redirect, too: it is a proxy's, whose sign-in or whose other address it names.
-        if not 400 <= status < 500 or status in _NOT_NOW:
+        # Or it is a proxy's, as a redirect to its sign-in: Kubernetes says what it refuses.
+        is_clear = 400 <= status < 500 and body.get("kind") == "Status"
+        if not is_clear or status in _NOT_NOW:
             return BackendUnreachable(
                 f"Kubernetes at {self.address} cannot {verb} {resource.plural} now "
                 f"(HTTP {status}: {message})"

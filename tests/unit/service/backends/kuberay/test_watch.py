@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from kubernetes.client import Configuration
 from kubernetes.config import ConfigException
 
-from service.backends.kuberay.client import KubeApi, KubeRefused
+from service.backends.kuberay.client import RAYJOBS, KubeApi, KubeRefused
 from service.backends.kuberay.watch import RayJobWatch
 from service.errors import BackendUnreachable
 from service.settings import Settings
+from tests.harness.http_stub import http_stub
 from tests.harness.wait import scaled
 
 Step = tuple[str, Any]
@@ -217,3 +218,11 @@ def test_a_token_that_cannot_be_read_anew_now_is_no_answer() -> None:
     configuration.api_key["BearerToken"], configuration.refresh_api_key_hook = "old", refresh
     with pytest.raises(BackendUnreachable, match="Token file exists but empty"):
         KubeApi(configuration, "shardloom", 1.0).version()
+
+
+def test_what_a_proxy_refuses_is_not_refused_by_kubernetes() -> None:
+    with http_stub(405) as proxy:
+        proxy.body = b"<html>Not Allowed</html>"
+        api = KubeApi(Configuration(host=proxy.url), "shardloom", scaled(5.0))
+        with pytest.raises(BackendUnreachable, match=r"cannot create rayjobs now \(HTTP 405"):
+            api.create(RAYJOBS, {})

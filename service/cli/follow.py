@@ -212,7 +212,8 @@ def end_page(job: JobDetail) -> RenderableType:
     if job.advice and job.status is JobStatus.FAILED:
         parts.append(Text(job.advice, style="yellow"))
     if job.status is JobStatus.FAILED:
-        parts.append(Text(f"`shardloom logs {job.id}` shows its logs", style="dim"))
+        hint = f"`shardloom show {job.id}` has the evidence, `shardloom logs {job.id}` its logs"
+        parts.append(Text(hint, style="dim"))
     return Group(*parts)
 
 

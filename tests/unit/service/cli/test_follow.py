@@ -125,9 +125,10 @@ def test_events_stay_above_the_live_display():
     assert text.index("line 2") < text.index("50/200")
 
 
-def test_a_failed_job_ends_with_its_message_and_a_way_to_its_logs():
+def test_a_failed_job_ends_with_its_message_and_a_way_to_its_evidence_and_logs():
     service = FakeService()
     service.states = [job_body(status="FAILED", message="rank 1 met a NaN")]
     page = rendered(end_page(service.client().get_job("ratings")))
     assert "FAILED: rank 1 met a NaN" in page
-    assert "shardloom logs job-0000000000ab" in page
+    for command in ("show", "logs"):
+        assert f"shardloom {command} job-0000000000ab" in page

@@ -398,12 +398,6 @@ def test_any_document_is_accepted_or_refused_with_paths(document: Any) -> None:
     assert all(problem.path and problem.message for problem in caught.value.problems)
 
 
-def test_one_copy_without_a_sync_is_plain_model_parallel() -> None:
-    spec = changed("parallelism.shard_group_size=4")
-    assert spec.parallelism.num_replicas == 1
-    assert load_spec(spec.model_dump_json()) == spec
-
-
 def test_the_moment_scale_is_m_where_the_optimizer_has_moments() -> None:
     for name, scale in (("sgd", 1), ("adagrad", 2), ("row_wise_adagrad", 2)):
         assert changed(f"optimizer.sparse.name={name}").moment_scale == scale

@@ -148,13 +148,3 @@ def test_ids_that_wait_for_their_admission_count_as_memory() -> None:
     many = changed(DYNAMIC, "embedding_tables[0].dynamic.eviction_interval=100000")
     # Two shards fold what they have seen when it is 2^20 lookups.
     assert many.table_bytes == rows_bytes + 24 * (2 * 2**20 + num_lookups)
-
-
-def test_a_feature_is_encoded_in_one_way_or_none() -> None:
-    ways = {"hashing": "{num_buckets: 5}", "vocabulary": "{}", "bucketize": "{boundaries: [1, 2]}"}
-    num_ids = []
-    for way, given in ways.items():
-        (feature,) = changed(f"features[0].{way}={given}").sparse_features
-        assert getattr(feature, way) is not None
-        num_ids.append(feature.num_ids)
-    assert num_ids == [5, None, 4]

@@ -12,9 +12,8 @@ import pytest
 
 from tests.harness.files import digest
 from trainer.data.manifest import load_manifest, verify_checksums
-from trainer.data.transforms import HashEncoder
 from trainer.datasets.criteo import encode, prepare, reader
-from trainer.datasets.criteo.encode import encode_ids, frequent_values
+from trainer.datasets.criteo.encode import frequent_values
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
@@ -153,11 +152,6 @@ def test_hashed_ids_fill_their_range_and_leave_zero_to_empty_cells(days, tmp_pat
     assert found["cat_3"].min() >= 1 and found["cat_3"].max() == 49
     # Its most frequent value is an empty cell.
     assert found["cat_2"].mode().to_list() == [0]
-    # Hashes never change: prepared folders and models of other versions rest on them.
-    raw = np.array([0, 1, 0xFFFFFFFF, -1])
-    hashed = encode_ids(HashEncoder(1000, 0), raw)
-    assert hashed.tolist() == [737, 546, 732, 0]
-    assert (encode_ids(HashEncoder(1000, 1), raw)[:3] != hashed[:3]).all()
 
 
 def test_compressed_files_and_those_of_windows_give_the_same_rows(days, whole, tmp_path):

@@ -30,7 +30,12 @@ def drain(
 ) -> str | None:
     """Drain a machine's nodes, and wait until Ray says of each that it is dead; what went wrong."""
     started = clock()
-    node_ids = _live_nodes(gcs, host)
+    node_ids = _node_ids(
+        gcs,
+        lambda node: (
+            node.node_manager_address == host and node.state != _DEAD and not node.is_head_node
+        ),
+    )
     if not node_ids:
         return f"{host} is no worker node of this Ray: `ray list nodes` shows all"
     for node_id in node_ids:
@@ -44,16 +49,6 @@ def drain(
             return f"jobs are still on {host} after {grace_s:g} s: end its node all the same"
         sleep(_POLL_S)
     return None
-
-
-def _live_nodes(gcs: Any, host: str) -> set[str]:
-    """Ids of a machine's nodes that are alive, the head's left out."""
-    return _node_ids(
-        gcs,
-        lambda node: (
-            node.node_manager_address == host and node.state != _DEAD and not node.is_head_node
-        ),
-    )
 
 
 def _node_ids(gcs: Any, is_meant: Callable[[Any], bool]) -> set[str]:

@@ -528,19 +528,6 @@ def test_a_listener_counts_after_the_commit_that_follows_its_copy():
     assert donors.count(0) == 1, "it is told while the copy is made"
 
 
-def test_a_listener_that_misses_a_commit_starts_over_and_holds_up_nobody():
-    world = running(num_groups=2)
-    world.kill(1)
-    world.start_group(1)
-    world.run_until(lambda: world.groups[1].copy and has_ready(world, 1, "arrive"))
-    world.hung.add(1)
-    world.run_to_commit(world.status.ledger.commit + 2)
-    world.copy_all()
-    world.hung.clear()
-    world.run_until(lambda: world.groups[1].copy is None)
-    assert standings(world)[1] == "listening"
-
-
 def test_a_listener_without_a_donor_ends():
     world = running(num_groups=2)
     world.kill(1)

@@ -76,7 +76,7 @@ class RayJobsBackend(Backend):
             response = self._send("GET", f"/api/jobs/{attempt_id}")
         except BackendUnreachable as error:
             return Observation(ObservedState.UNREACHABLE, str(error))
-        if _is_unknown_job(response):
+        if _is_unknown(attempt_id, response):
             return Observation(ObservedState.NOT_FOUND, _cause(response))
         found = _observation_of(_json(response))
         return found or Observation(ObservedState.UNREACHABLE, self._strange(response))
@@ -97,7 +97,7 @@ class RayJobsBackend(Backend):
 
     def stop(self, attempt_id: str) -> None:
         response = self._send("POST", f"/api/jobs/{attempt_id}/stop")
-        if not response.is_success and not _is_unknown_job(response):
+        if not response.is_success and not _is_unknown(attempt_id, response):
             raise BackendUnreachable(self._strange(response))
 
     def check(self) -> str:
@@ -176,8 +176,9 @@ def verdict_and_log(message: Any) -> tuple[str, str]:
     return verdict[:_MAX_LOG_CHARS], f"\n{log}" if log else ""
 
 
-def _is_unknown_job(response: httpx.Response) -> bool:
-    return response.status_code == 404 and "does not exist" in response.text
+def _is_unknown(attempt_id: str, response: httpx.Response) -> bool:
+    """Whether it is Ray that does not know it: pages of others do not exist, either."""
+    return response.status_code == 404 and f"Job {attempt_id} does not exist" in response.text
 
 
 def _json(response: httpx.Response) -> Any:

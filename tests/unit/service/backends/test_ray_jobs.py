@@ -106,6 +106,7 @@ def test_an_unknown_job_is_not_found() -> None:
 def test_nothing_is_concluded_from_a_strange_answer() -> None:
     for answer in (
         _answers(404, text="404: Not Found"),
+        _answers(404, text="The page that you look for does not exist."),
         _answers(500, text="oops"),
         _answers(200, text="<html>"),
         _answers(200, text="[" * 100_000),

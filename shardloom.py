@@ -77,11 +77,12 @@ def submit(
     """
     if isinstance(spec, os.PathLike):
         spec = load_spec(Path(spec).read_text())
-    with Client(url or _usual_url(), api_key=api_key) as client:
+    with Client(url or usual_url(), api_key=api_key) as client:
         return client.submit(spec, secrets=secrets, idempotency_key=idempotency_key)
 
 
-def _usual_url() -> str:
+def usual_url() -> str:
+    """That of SHARDLOOM_URL, else of the local stack, else the default."""
     if url := os.environ.get("SHARDLOOM_URL"):
         return url
     # Imported here because a local stack needs Linux, and a client of a service elsewhere does not.

@@ -27,9 +27,10 @@ from typer.core import TyperGroup
 
 from service.client import errors
 from service.client.client import ShardloomClient
-from service.client.transport import DEFAULT_URL, RetryPolicy
+from service.client.transport import RetryPolicy
 from service.domain.models import JobStatus
-from service.local.state import StackError, StackHome
+from service.local.state import StackError
+from shardloom import usual_url
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.parse import apply_overrides, parse_document
 
@@ -58,7 +59,7 @@ def job_names(incomplete: str) -> list[tuple[str, str]]:
     Empty if the service does not answer at once: completion must not block the shell.
     """
     try:
-        with open_client(os.environ.get("SHARDLOOM_URL"), **_AT_ONCE) as client:
+        with open_client(None, **_AT_ONCE) as client:
             jobs = client.list_jobs(limit=_MAX_COMPLETIONS).items
     except (errors.ShardloomError, StackError):
         return []
@@ -136,11 +137,8 @@ def error_console() -> Console:
 
 
 def service_url(url: str | None) -> str:
-    """URL to use: the one given, the local stack's, the default."""
-    if url:
-        return url
-    state = StackHome.from_environment().read_state()
-    return state.url if state is not None else DEFAULT_URL
+    """URL to use: the one given, else the SDK's."""
+    return url or usual_url()
 
 
 def open_client(url: str | None, **options: Any) -> ShardloomClient:

@@ -73,9 +73,6 @@ class HostClock:
     def is_past(self, mark: float) -> bool:
         return True
 
-    def wait(self, mark: float) -> None:
-        """It is past."""
-
     def elapsed_s(self, start: float, end: float) -> float:
         return end - start
 
@@ -92,12 +89,9 @@ class CudaClock:
         """Whether the device has passed `mark`; does not wait."""
         return mark.query()
 
-    def wait(self, mark: torch.cuda.Event) -> None:
-        """Wait until the device has passed `mark`."""
-        mark.synchronize()
-
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds from `start` to `end`, both of which the device has passed."""
+        """Seconds from `start` to `end`; waits until the device has passed `end`."""
+        end.synchronize()
         return start.elapsed_time(end) / 1e3
 
 
@@ -195,9 +189,7 @@ class PhaseTimes:
         self._marks.append(self._clock.mark())
 
     def _add_up(self, count: int) -> None:
-        """Turn the oldest `count` marks into seconds, once the device has passed them."""
-        if count:
-            self._clock.wait(self._marks[count])
+        """Turn the oldest `count` marks into seconds."""
         for phase, (start, end) in zip(self._ended[:count], pairwise(self._marks), strict=False):
             self._seconds[phase] += self._clock.elapsed_s(start, end)
         del self._ended[:count], self._marks[:count]

@@ -282,12 +282,8 @@ class TwoDParallel(DistributedModelParallel):
             ),
         )
         self._broadcast_tables()
-        if self._is_bf16:
-            self._compress_gradients()
-
-    def _compress_gradients(self) -> None:
         wrapped = self._dmp_wrapped_module
-        if isinstance(wrapped, DistributedDataParallel):
+        if self._is_bf16 and isinstance(wrapped, DistributedDataParallel):
             # TorchRec's `allreduce_comm_precision` averages over the default group, not this one;
             # and torch refuses its hook by name without CUDA, as if gloo had no bf16.
             wrapped.register_comm_hook(

@@ -7,7 +7,7 @@ times a batch, and each time longer than a launch takes.
          ◄── an answer or an error, pickled; its tensors end to end ──
 
 Tensors arrive in one piece of memory, page-locked where a GPU copies from it. Both ends know by the
-socket when the other is gone.
+socket when the other is gone. It has no name: nobody but the two can send a pickle.
 """
 
 from __future__ import annotations
@@ -170,12 +170,12 @@ def serve(connection: socket.socket) -> None:
     objects: dict[int, Any] = {}
     while True:
         try:
-            request, _ = _receive(connection)
+            request = _Unpickler(*_receive(connection))
         except ConnectionError:
             return
         answer: tuple[bool, Any]
         try:
-            number, method, arguments = pickle.loads(request)
+            number, method, arguments = request.load()
             if not method:
                 objects[number] = arguments[0](*arguments[1:])
             found = objects.pop(number) if method == "close" else objects[number]

@@ -15,6 +15,11 @@ from tests.harness.properties import load_profile
 from tests.harness.wait import scale, scaled
 
 load_profile()
+# Those of the developer's own stack are not meant for services and command lines of tests.
+_OF_TESTS = ("SHARDLOOM_CHAOS_", "SHARDLOOM_FUZZ_", "SHARDLOOM_RAY_HOSTS", "SHARDLOOM_TEST_")
+for _name in [name for name in os.environ if name.startswith("SHARDLOOM_")]:
+    if not _name.startswith(_OF_TESTS):
+        del os.environ[_name]
 # Loading torch takes a core for some seconds, and a service of a test lives shortly.
 os.environ["SHARDLOOM_KEEP_PLANNER"] = "false"
 

@@ -7,6 +7,7 @@ start of the session. `SHARDLOOM_TEST_SCALE` sets the factor by hand.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import socket
@@ -76,8 +77,11 @@ def wait_for(
     return found
 
 
+_turns = itertools.count(secrets.randbelow(_NUM_PORTS))
+
+
 def free_port() -> int:
-    """A loopback port that nobody listens on, from the range of this pytest-xdist worker.
+    """A loopback port that nobody listens on, from the range of this pytest-xdist worker, in turn.
 
     All lie below those that outgoing connections are given: one of those might be taken while a
     service that was killed starts again.
@@ -89,7 +93,7 @@ def free_port() -> int:
         first += int(worker.removeprefix("gw")) % num_ranges * _PORTS_OF_A_WORKER
         number = _PORTS_OF_A_WORKER
     while True:
-        port = first + secrets.randbelow(number)
+        port = first + next(_turns) % number
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

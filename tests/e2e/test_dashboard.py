@@ -249,7 +249,7 @@ def test_the_form_of_a_new_job_says_what_is_wrong_and_leaves_the_text_alone(page
     expect(editor).to_contain_text('"device": "cp"')
 
 
-def test_a_field_keeps_what_was_typed_while_an_older_text_is_still_checked(
+def test_a_field_keeps_what_was_typed_and_its_error_while_an_older_text_is_checked(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check, begun = spec_text.check, threading.Event()
@@ -274,7 +274,13 @@ def test_a_field_keeps_what_was_typed_while_an_older_text_is_still_checked(
     page.get_by_label("name", exact=True).fill("later")
     expect(editor).to_contain_text("name: later")
     expect(size).to_have_value("99")
+    page.get_by_label("workers", exact=True).fill("[")
+    fault = page.get_by_text("found '<stream end>'")
+    expect(fault).to_be_visible()
     answers["batch_size: 99\n"].set()
+    page.get_by_role("button", name="Switch theme").click()
+    expect(page.locator("body.body--dark")).to_be_visible()
+    expect(fault).to_be_visible()
 
 
 def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: Dashboard) -> None:

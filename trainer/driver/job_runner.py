@@ -442,8 +442,9 @@ class JobRunner:
             if leaves_straggler:
                 is_asked = self._stop(run_index, "straggler")
                 continue
-            excluded = self.record.excluded(time.time())
-            cause = cause_to_stop(self._bounds, current, hosts, request, excluded)
+            excluded, cause = self.record.excluded(time.time()), None
+            if current.hosts:  # else Ray has not placed them yet, and nothing is free beside them
+                cause = cause_to_stop(self._bounds, current, hosts, request, excluded)
             if cause is None:
                 better_since = None
                 continue

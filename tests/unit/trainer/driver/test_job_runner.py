@@ -427,6 +427,17 @@ def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> Non
     assert len(world.launched) == 2, "a paused attempt starts no workers"
 
 
+def test_workers_that_wait_for_room_are_not_asked_to_grow_into_the_room_they_wait_for(
+    tmp_path: Path,
+) -> None:
+    sizes = {"workers": {"min": 4, "max": 6}, "shard_group_size": 2, "placement": "intra_host"}
+    world = World(attempt_in(tmp_path, spec(parallelism=sizes)), [host("a", 3)], processes={})
+    world.wish('{"workers": 6}')
+    world.plot = [(20, world.end())]
+    assert world.runner.run_once(0) is None
+    assert not world.files.stop_request_path.exists()
+
+
 def test_a_pause_ends_the_attempt_at_once_while_its_workers_wait_for_room(world: World) -> None:
     world.hosts = [host("a", 1)]
     world.is_nobody_there = True

@@ -155,14 +155,11 @@ def _fields(schema: Schema, links: Links) -> Iterator[str]:
             default = "" if field["default"] is None else _code(field["default"])
         else:
             default = ""
-        row = f"| `{name}` | {_type(field, links)} | {_default(default)} |"
+        # A whole section as a default says less than the section itself.
+        default = default if len(default) <= 60 else "see there"
+        row = f"| `{name}` | {_type(field, links)} | {default} |"
         yield row + (f" {_cell(field.get('description', ''))} |" if has_text else "")
     yield ""
-
-
-def _default(text: str) -> str:
-    # A whole section as a default says less than the section itself.
-    return text if len(text) <= 60 else "see there"
 
 
 def _model(name: str, schema: Schema, links: Links, level: str) -> Iterator[str]:

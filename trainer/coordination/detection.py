@@ -295,6 +295,7 @@ class HostRecord:
         """`avoided` hosts are left out from the start, each until its time (Unix seconds)."""
         self._exclude_after, self._exclude_s = exclude_after, exclude_s
         self._failures: dict[str, deque[float]] = {}
+        self._counted_at: dict[str, float] = {}  # the newest failure
         self._until: dict[str, float] = dict(avoided)
 
     def fail(self, host: str, now: float) -> HostExcluded | None:
@@ -303,9 +304,10 @@ class HostRecord:
         Several groups that it takes with it at once are one failure. Those that led to an
         exclusion do not count for the next one.
         """
+        if abs(now - self._counted_at.get(host, -math.inf)) <= AT_ONCE_S:
+            return None
+        self._counted_at[host] = now
         failures = self._failures.setdefault(host, deque())
-        if failures and abs(now - failures[-1]) <= AT_ONCE_S:
-            failures.pop()
         failures.append(now)
         while failures[0] < now - _FAILURE_WINDOW_S:
             failures.popleft()

@@ -77,9 +77,8 @@ class FailureTracker:
     ) -> list[events.HostExcluded]:
         """Count a lost group, which ran on `hosts`; the hosts excluded from now on (`unix_s`)."""
         self.last = failure
-        if self._times and now - self._times[-1] <= AT_ONCE_S:
-            self._times.pop()
-        self._times.append(now)
+        if not self._times or now - self._times[-1] > AT_ONCE_S:
+            self._times.append(now)
         while self._times[0] < now - _WINDOW_S:
             self._times.popleft()
         delay_s = failures.restart_delay_s(len(self._times))

@@ -201,6 +201,14 @@ def test_a_host_is_left_out_for_a_while_after_some_failures() -> None:
     assert record.fail("a", 3800) is None
 
 
+def test_groups_that_a_host_loses_at_once_are_one_failure_but_not_one_after_the_other() -> None:
+    record = HostRecord(exclude_after=1, exclude_s=100.0)
+    assert record.fail("a", 0)
+    assert record.fail("a", 0.5) is None
+    record = HostRecord(exclude_after=3, exclude_s=100.0)
+    assert any(record.fail("a", 0.75 * number) for number in range(8))
+
+
 def test_a_step_takes_the_time_between_its_begin_and_its_end() -> None:
     times: Iterator[float] = iter([0.0, 1.0, 5.0, 6.0, 6.0, 20.0])
     heart = Mock()

@@ -20,7 +20,13 @@ from trainer.coordination.messages import Ledger
 from trainer.driver.attempt import PAUSED, Attempt
 from trainer.driver.autoscale import CapacityManager
 from trainer.driver.cluster import Host
-from trainer.driver.group_runner import Ended, GroupRunLoop, RunnerConfig, run_groups
+from trainer.driver.group_runner import (
+    Ended,
+    FailureTracker,
+    GroupRunLoop,
+    RunnerConfig,
+    run_groups,
+)
 from trainer.driver.ray_train import Evicted, TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
 from trainer.failures import Failure
@@ -422,6 +428,13 @@ def test_groups_that_keep_failing_start_later_and_later_but_not_if_lost_at_once(
         starts.append(world.now - since)
     assert starts == sorted(starts)
     assert starts[0] < 2 < starts[-1]
+
+
+def test_many_groups_that_fail_one_after_the_other_delay_starts() -> None:
+    found = FailureTracker(HostRecord(exclude_after=3, exclude_s=100.0), max_suspicious=0)
+    for number in range(12):
+        found.add(LOST, ["a"], now := 0.75 * number, now)
+    assert found.may_start_at > now + 10
 
 
 def test_a_host_that_fails_often_is_excluded_by_unix_time_and_a_clock_set_back_delays_no_start(

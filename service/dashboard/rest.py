@@ -21,7 +21,8 @@ from service.schemas.common import Problem
 
 def path_of(kind: str, name: str) -> str:
     """Path of something, whatever a reader typed as its name."""
-    return f"/v1/{kind}/{quote(name, safe='').replace('.', '%2E')}"
+    # A slash is quoted twice, as routes are found by the path that has been read once.
+    return f"/v1/{kind}/{quote(name.replace('/', '%2F'), safe='').replace('.', '%2E')}"
 
 
 class Refused(Exception):

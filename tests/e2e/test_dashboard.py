@@ -489,9 +489,12 @@ def test_a_job_is_paused_by_a_button_and_stopped_by_another_which_asks_first(
     assert dashboard.woken.is_set()
 
 
-@pytest.mark.parametrize("path", ["jobs/job-unknown", "no/such/page", "sweeps/%3F", "new?source=."])
-def test_what_does_not_exist_is_a_friendly_404(page: Page, path: str) -> None:
-    answer = page.goto(f"/dashboard/{path}")
+@pytest.mark.parametrize(
+    "path",
+    ["jobs/job-unknown", "no/such/page", "sweeps/%3F", "new?source=.", "new?source={job}/logs"],
+)
+def test_what_does_not_exist_is_a_friendly_404(page: Page, running: Job, path: str) -> None:
+    answer = page.goto(f"/dashboard/{path.format(job=running.id)}")
     assert answer.status == 404
     page.get_by_role("link", name="See all jobs").click()
     expect(page.get_by_role("heading", name="Jobs")).to_be_visible()

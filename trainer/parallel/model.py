@@ -103,7 +103,11 @@ def _start_equal(module: nn.Module, group: dist.ProcessGroup, device: torch.devi
     # NCCL takes nothing that is on the host, where TorchRec makes some parts of its modules.
     module.to(device)
     for _, tensor in dense_part(module):
-        dist.broadcast(tensor, source, group=group)
+        # Contiguous, as NCCL demands and gloo takes for granted; what is expanded only once.
+        once = tensor[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
+        values = once.contiguous()
+        dist.broadcast(values, source, group=group)
+        once.copy_(values)
 
 
 def dense_part(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -93,7 +93,8 @@ def _from_another_seed(
     spec = _spec(case, "adam")
     torch.manual_seed(groups.rank)
     network = build_model(spec, groups.device)
-    network.register_buffer("counts", torch.full((3,), float(groups.rank)))
+    counts = torch.full((3, 1), float(groups.rank)).expand(3, 2)
+    network.register_buffer("counts", counts, persistent=False)
     for name, value in own.items():
         network.register_parameter(name, torch.nn.Parameter(value))
     for name, parameter in network.named_parameters():
@@ -104,7 +105,8 @@ def _from_another_seed(
 
 
 def _start_from_another_seed(case: Case) -> dict[str, torch.Tensor]:
-    model, _ = _from_another_seed(case)
+    strided = torch.full((4, 6), float(dist.get_rank()))[:, ::2]
+    model, _ = _from_another_seed(case, strided=strided)
     frozen, _ = _from_another_seed(case, "every_step", is_frozen=True)
     parts = {"trained": model, "frozen": frozen}
     return {

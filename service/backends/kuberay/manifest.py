@@ -278,6 +278,7 @@ def rayjob_of(
         spec = _cluster_spec(submission, template["spec"], secret)
         if options.ray_token_of:
             _isolate(spec, submission, secret)
+        labels = (template.get("metadata") or {}).get("labels") or {}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise SubmissionRefused(
             f"the cluster template is no usable RayCluster ({type(error).__name__}: {error}); "
@@ -291,7 +292,7 @@ def rayjob_of(
         # Another head would know nothing of the driver that ran on this one.
         spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] = "Never"
         metadata["annotations"][_NO_SECOND_HEAD] = "true"
-    if VOLCANO_QUEUE in (labels := (template.get("metadata") or {}).get("labels") or {}):
+    if VOLCANO_QUEUE in labels:
         metadata["labels"][VOLCANO_QUEUE] = labels[VOLCANO_QUEUE]
     if queue:
         metadata["labels"][QUEUE] = queue

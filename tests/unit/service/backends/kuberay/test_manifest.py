@@ -239,6 +239,7 @@ def test_a_group_or_a_template_that_cannot_be_used_is_refused() -> None:
     bare = template()
     bare["spec"]["headGroupSpec"]["template"]["metadata"] = None
     broken: list[dict[str, Any]] = [{}, {"spec": {}}, {"spec": {"workerGroupSpecs": [{}]}}, bare]
+    broken.append({**template(), "metadata": "ray"})
     for manifest in broken:
         with pytest.raises(SubmissionRefused, match="template"):
             rayjob_of(submission(), manifest, OPTIONS)

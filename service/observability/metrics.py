@@ -216,7 +216,9 @@ class Waits:
             queued_at = self.queued_since.pop(job.id, None)
         if job.status.is_terminal or job.started_at is not None:
             created_at = self._unstarted.pop(job.id, None)
-        has_attempt = queued_at is not None and job.current_attempt_id is not None
+        # The current attempt of one that was given up in the queue was before its wait.
+        is_given_up = job.status is JobStatus.PAUSED or job.reason is EndReason.CANCELLED
+        has_attempt = queued_at is not None and bool(job.current_attempt_id) and not is_given_up
         has_run = created_at is not None and job.started_at is not None
         return (
             max(0.0, now - (queued_at or now)) if has_attempt else None,
@@ -238,4 +240,4 @@ class Waits:
         self._live = live
         for waits in (self.queued_since, self._unstarted):
             for job_id in waits.keys() - live:
-                del waits[job_id]
+                waits.pop(job_id, None)  # Another thread may just have stored its end.

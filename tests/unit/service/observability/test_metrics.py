@@ -79,6 +79,11 @@ def test_waits_are_told_once_when_they_are_over(was_seen_queued: bool) -> None:
     assert waits.after(running, NOW + 31) == (None, 30.0)
     assert waits.after(running, NOW + 32) == (None, None)
     assert Waits().after(running, NOW + 60) == (None, None), "it ran when the service started"
+    cancelled = {"status": JobStatus.CANCELLED, "reason": EndReason.CANCELLED}
+    for given_up in (cancelled, {"status": JobStatus.PAUSED}):
+        queued = replace(running, status=JobStatus.QUEUED)
+        assert waits.after(queued, NOW + 40) == (None, None)
+        assert waits.after(replace(queued, **given_up), NOW + 50) == (None, None), "no attempt came"
 
 
 def test_the_loop_tells_how_long_it_has_not_looked() -> None:

@@ -374,6 +374,7 @@ def test_a_straggler_is_left_at_a_restart_from_a_checkpoint_where_others_have_ro
     sizes = {"workers": {"min": 2, "max": 4}, "shard_group_size": 2, "placement": "intra_host"}
     job = spec(parallelism=sizes, recovery={"replace_stragglers": True})
     world = World(attempt_in(tmp_path, job), [host("a", 2), host("b", 2)])
+    world.avoid("d")
 
     def find(address: str, time: float) -> Callable[[], None]:
         at = {"group": 0, "rank": 1, "host": address}
@@ -381,7 +382,7 @@ def test_a_straggler_is_left_at_a_restart_from_a_checkpoint_where_others_have_ro
         return lambda: setattr(world, "stragglers", (*world.stragglers, found))
 
     used = host("a", 0), host("b", 0)
-    world.plot = [(1, world.change(*used, host("c", 1))), (5, find("a", 1.0))]
+    world.plot = [(1, world.change(*used, host("c", 1), host("d", 2))), (5, find("a", 1.0))]
     world.plot += [(20, world.change(*used, host("c", 2))), (21, find("a", 2.0)), (25, world.stop)]
     assert world.runner.run_once(0) == Restart()
     actions = [each.action for each in world.told(events.StragglerFound)]

@@ -17,7 +17,7 @@ from tests.harness.builders import spec
 from tests.harness.files import records_in
 from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
 from trainer import failures
-from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
+from trainer.driver.attempt import MIRROR_S, PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
 from trainer.driver.autoscale import CapacityManager, CapacityRequest
 from trainer.driver.cluster import Host
 from trainer.driver.job_runner import Bounds, JobRunner, Plan, cause_to_stop, need_of, plan
@@ -409,6 +409,7 @@ def test_where_hosts_share_nothing_the_mark_of_how_workers_ended_is_waited_for(
     assert world.now >= 20
     world.plot = [(40, world.end()), (50, files.stopping_path(1).touch)]
     assert isinstance(world.runner.run_once(1), Restart)
+    assert world.now >= 50 + MIRROR_S, "the last records come after the mark"
     world.plot = [(70, world.end())]
     with pytest.raises(StorageError, match="is the service away"):
         world.runner.run_once(2)
@@ -553,14 +554,14 @@ def test_excluded_hosts_are_taken_again_where_the_autoscaler_adds_no_others(worl
     def count() -> None:
         num_lives.append(len(world.launched))
 
-    take = world.change(taken("a"))
+    take = world.change(Host("a", 4, 2, "node-a"))
     world.plot = [(170, count), (182, count), (183, take), (300, world.end())]
     assert world.runner.run_once(0) is None
     assert num_lives == [0, 1], "for a while others might have come"
     assert world.launched[0].node_ids == ("node-a",) * 2
     (note,) = world.told(events.Note)
     assert "waits for other hosts than a: drained, or failed too often" in note.message
-    assert len(cloud.known) == 2, "what it runs on counts"
+    assert len(cloud.known) == 2, "what it runs on counts, and what is free there does not"
 
 
 def test_drained_hosts_are_not_taken_although_the_autoscaler_adds_no_others(world: World) -> None:

@@ -15,13 +15,7 @@ from tests.harness.properties import load_profile
 from tests.harness.wait import scale, scaled
 
 load_profile()
-# Those of the developer's own stack are not meant for services and command lines of tests.
 _OF_TESTS = ("SHARDLOOM_CHAOS_", "SHARDLOOM_FUZZ_", "SHARDLOOM_RAY_HOSTS", "SHARDLOOM_TEST_")
-for _name in [name for name in os.environ if name.startswith("SHARDLOOM_")]:
-    if not _name.startswith(_OF_TESTS):
-        del os.environ[_name]
-# Loading torch takes a core for some seconds, and a service of a test lives shortly.
-os.environ["SHARDLOOM_KEEP_PLANNER"] = "false"
 
 REPO = Path(__file__).parents[1]
 EXAMPLE_SPEC = REPO / "examples" / "movielens.yaml"
@@ -39,6 +33,13 @@ _FOLDERS_OF_RANKS = [REPO / "tests" / "integration" / name for name in ("ranks",
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Measure the machine; a worker of pytest-xdist takes the measure from its controller."""
+    # Those of the developer's own stack are not meant for services and command lines of tests. Not
+    # where this is imported, as by benchmarks and by processes of tests: theirs are meant.
+    for name in [each for each in os.environ if each.startswith("SHARDLOOM_")]:
+        if not name.startswith(_OF_TESTS):
+            del os.environ[name]
+    # Loading torch takes a core for some seconds, and a service of a test lives shortly.
+    os.environ["SHARDLOOM_KEEP_PLANNER"] = "false"
     if hasattr(config, "workerinput"):
         die_with_parent()
         return

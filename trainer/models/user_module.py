@@ -68,7 +68,9 @@ class UserRecommender(nn.Module):
         loss = self._total(losses)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise self._error("the loss depends on no parameter: it was detached on its way")
-        return loss, self._outputs(predictions, batch.num_rows).detach().float()
+        outputs = self._outputs(predictions, batch.num_rows).detach()
+        # A copy: they are kept until a report, and may be a part of much, or of a buffer.
+        return loss, outputs.to(torch.float32, copy=True)
 
     def _total(self, losses: Any) -> torch.Tensor:
         named = losses if isinstance(losses, Mapping) else {"": losses}

@@ -111,6 +111,14 @@ def test_losses_count_by_the_weights_of_their_tasks() -> None:
     assert loss.item() == pytest.approx(0.25 * 2 + 1)
 
 
+def test_predictions_that_are_kept_until_a_report_hold_no_memory_of_the_network() -> None:
+    activations = torch.zeros(3, 1000)
+    _, outputs = answering(lambda: (LOSS, activations[:, :1]))
+    activations.fill_(1)
+    assert not outputs.any()
+    assert outputs.untyped_storage().nbytes() == 12
+
+
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

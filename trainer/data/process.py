@@ -1,7 +1,7 @@
 """Objects in a process of their own, so that what they do takes Python's lock from nobody here.
 
-Threads that read batches beside one that launches a GPU's work made that wait for the lock about 50
-times a batch, and each time longer than a launch takes.
+Threads that read batches beside one that launches a GPU's work let that wait for the lock many
+times a batch, each time for longer than a launch takes.
 
     here ── (number, method, arguments), pickled ──────────────────► python -m trainer.data.process
          ◄── an answer or an error, pickled; its tensors end to end ──

@@ -51,8 +51,9 @@ class Compared:
         spans = [(each.started_at, each.ended_at) for each in self.attempts if each.started_at]
         if not spans and self.job.started_at:
             spans = [(self.job.started_at, self.job.ended_at)]
-        seconds = sum((end or _latest(self)) - start for start, end in spans if start)
-        return max(0.0, seconds) / 3600 * sizes_of_job(self.job).world_size
+        latest = _latest(self)
+        seconds = sum(max(0.0, (end or latest) - start) for start, end in spans if start)
+        return seconds / 3600 * sizes_of_job(self.job).world_size
 
 
 def _latest(compared: Compared) -> float:

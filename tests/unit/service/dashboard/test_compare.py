@@ -43,3 +43,5 @@ def test_a_cost_counts_the_hours_of_every_attempt_and_of_one_that_lives_until_it
     alive = attempt_of(job, index=1, started_at=NOW, ended_at=None)
     assert replace(compared(), attempts=[ended]).worker_hours == pytest.approx(4.0)
     assert replace(compared(), attempts=[alive]).worker_hours == pytest.approx(4 * 0.2)
+    silent = attempt_of(job, index=1, started_at=NOW + 9000, ended_at=None)
+    assert replace(compared(), attempts=[ended, silent]).worker_hours == pytest.approx(4.0)

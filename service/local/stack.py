@@ -104,20 +104,24 @@ def end_process(name: str, process: ProcessId, grace_s: float) -> None:
         raise StackError(f"{name}: processes {pids} do not end, even by SIGKILL")
 
 
-def check_port_free(port: int, patience_s: float = 0.0) -> None:
-    """Raise `StackError`, naming the port and the way out, if something listens on it.
+def check_port_free(host: str, port: int, patience_s: float = 0.0) -> None:
+    """Raise `StackError`, naming the port and the way out, if nobody can listen on it.
 
     A service that was killed counts as dead once its first thread is, but keeps its port until its
     last I/O ends: it is given `patience_s` to be gone altogether.
     """
     deadline = time.monotonic() + patience_s
-    while fault := port_fault("127.0.0.1", port):
-        if time.monotonic() >= deadline:
-            raise StackError(
-                f"{fault}; choose another one: `shardloom up --port {port + 1}` "
-                f"or SHARDLOOM_PORT={port + 1}"
-            )
-        time.sleep(_READY_POLL_S)
+    try:
+        while fault := port_fault(host, port):
+            if time.monotonic() >= deadline:
+                raise StackError(
+                    f"{fault}; choose another one: `shardloom up --port {port + 1}` "
+                    f"or SHARDLOOM_PORT={port + 1}"
+                )
+            time.sleep(_READY_POLL_S)
+    except OSError as error:
+        reason = f"SHARDLOOM_HOST={host} is no address of this machine"
+        raise StackError(f"{reason} ({error.strerror}); name one of its own") from error
 
 
 SERVICE_COMMAND = (sys.executable, "-m", "service.app")
@@ -263,7 +267,7 @@ class LocalStack:
         if starts_ray and (mismatches := check_versions()):
             raise StackError("\n".join(mismatches))
         patience_s = _PORT_PATIENCE_S if before is not None else 0.0
-        check_port_free(port, patience_s)
+        check_port_free(self._host, port, patience_s)
 
     # ---- start
 

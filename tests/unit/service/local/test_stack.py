@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import socket
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -189,7 +190,7 @@ def test_a_port_that_a_killed_service_still_holds_is_waited_for(monkeypatch):
     monkeypatch.setattr(
         stack_module, "port_fault", lambda *where: asked.append(where) or (len(asked) < 3 or None)
     )
-    check_port_free(8700, patience_s=60.0)
+    check_port_free("127.0.0.1", 8700, patience_s=60.0)
     assert asked == [("127.0.0.1", 8700)] * 3
 
 
@@ -289,6 +290,10 @@ def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monke
 
     for port in ("abc", "0", "70000"):
         refused("SHARDLOOM_PORT", SHARDLOOM_PORT=port)
+    with socket.create_server(("127.0.0.5", 0)) as other:
+        port = str(other.getsockname()[1])
+        refused(f"port {port} is in use", SHARDLOOM_PORT=port, SHARDLOOM_HOST="127.0.0.5")
+    refused("no address of this machine", SHARDLOOM_HOST="192.0.2.1")
     wrong = ["torchrec 1.6.0 is installed, 1.8 is needed: run `make setup`"]
     monkeypatch.setattr("service.local.stack.check_versions", lambda: wrong)
     refused(r"torchrec 1\.6\.0 is installed, .*make setup")

@@ -1,229 +1,23 @@
-"""The whole job spec: its sections put together, what follows from several, and their checks."""
+"""The whole job spec: its sections, checked together."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from math import ceil
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import ValidationError, ValidationInfo, model_validator
 
 from trainer.spec import validation
-from trainer.spec.base import NAME_PATTERN, Label, SpecError, SpecModel, problems_of
-from trainer.spec.data import DataSpec, FeatureSpec
-from trainer.spec.model import ModelSpec
+from trainer.spec.base import SpecError, problems_of
 from trainer.spec.parallelism import ParallelismSpec
-from trainer.spec.tables import NUM_BYTES, ComputeKernel, DynamicSpec, EmbeddingTableSpec
-from trainer.spec.training import (
-    CheckpointSpec,
-    ExportSpec,
-    OptimizerSpec,
-    RecoverySpec,
-    ResourcesSpec,
-    RetrySpec,
-    SinksSpec,
-    TrainingSpec,
-)
-
-DEFAULT_PROJECT = "default"
-MAX_PRIORITY = 1000
+from trainer.spec.sections import JobSections
 
 
-class JobSpec(SpecModel):
+class JobSpec(JobSections):
     """A whole training job.
 
     Jobs of a higher `priority` start first, within the quotas of their `project`; a `preemptible`
     one may be paused for them.
     """
-
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    project: Annotated[str, Field(pattern=NAME_PATTERN)] = DEFAULT_PROJECT
-    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] = 0
-    preemptible: bool = True
-    labels: Annotated[dict[Label, Label], Field(default_factory=dict)]
-    data: DataSpec
-    features: Annotated[tuple[FeatureSpec, ...], Field(min_length=1)]
-    embedding_tables: Annotated[tuple[EmbeddingTableSpec, ...], Field(min_length=1)]
-    model: ModelSpec
-    optimizer: OptimizerSpec = OptimizerSpec()
-    parallelism: ParallelismSpec
-    training: TrainingSpec = TrainingSpec()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    retry: RetrySpec = RetrySpec()
-    recovery: RecoverySpec = RecoverySpec()
-    resources: ResourcesSpec = ResourcesSpec()
-    sinks: SinksSpec = SinksSpec()
-    export: ExportSpec | None = None
-
-    @property
-    def dense_features(self) -> tuple[FeatureSpec, ...]:
-        return tuple(feature for feature in self.features if not feature.is_sparse)
-
-    @property
-    def pooled_features(self) -> tuple[FeatureSpec, ...]:
-        """Sparse features whose vectors are pooled, in spec order: the keys of `Batch.sparse`."""
-        tables = self.sequence_tables
-        return tuple(f for f in self.sparse_features if f.table not in tables)
-
-    @property
-    def sequence_features(self) -> tuple[FeatureSpec, ...]:
-        """Features whose vectors stay apart, in spec order: the keys of `Batch.sequences`.
-
-        An `id` feature is one of them, a sequence of one, where its table is also that of a
-        sequence: TorchRec cannot have one table in two collections.
-        """
-        tables = self.sequence_tables
-        return tuple(f for f in self.sparse_features if f.table in tables)
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether any pooled feature has weights; the others then weigh 1."""
-        return any(feature.weights_column for feature in self.pooled_features)
-
-    @property
-    def has_weighted_sequences(self) -> bool:
-        """Whether any sequence has weights; the others then weigh 1."""
-        return any(feature.weights_column for feature in self.sequence_features)
-
-    @property
-    def sequence_tables(self) -> frozenset[str]:
-        """Names of the tables that sequences look up."""
-        return frozenset(f.table for f in self.features if f.is_sequence and f.table)
-
-    @property
-    def dynamic_tables(self) -> dict[str, DynamicSpec]:
-        """How the tables with ids of their own give them rows, by table name."""
-        return {t.name: t.dynamic for t in self.embedding_tables if t.dynamic is not None}
-
-    @property
-    def moment_scale(self) -> float:
-        """c of the paper's algorithm 1, by default M; 1 where there are no moments."""
-        if not self.optimizer.sparse.has_moments:
-            return 1.0
-        scale = self.parallelism.moment_scale
-        return float(self.parallelism.num_replicas) if scale == "auto" else scale
-
-    @property
-    def table_bytes(self) -> int | None:
-        """S: one whole copy of the tables with optimizer state; None while a size is `auto`."""
-        sizes = [self.size_bytes(table) for table in self.embedding_tables]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
-
-    @property
-    def whole_table_bytes(self) -> tuple[int, ...]:
-        """Sizes of the tables that may not be split, as far as they are known."""
-        sizes = [self.size_bytes(t) for t in self.embedding_tables if t.constraints.is_whole]
-        return tuple(size for size in sizes if size is not None)
-
-    def size_bytes(self, table: EmbeddingTableSpec) -> int | None:
-        """Bytes of one table with optimizer state; None while its number of rows is `auto`.
-
-        Of a dynamic table with the ids that wait for their admission.
-        """
-        if table.num_embeddings == "auto":
-            return None
-        row_bytes = self.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
-        row_bytes += table.embedding_dim * NUM_BYTES[table.data_type]
-        if table.dynamic is None:
-            return table.num_embeddings * row_bytes
-        waiting_bytes = table.dynamic.waiting_bytes(
-            self.lookups_per_step(table), table.num_embeddings, self.parallelism.world_size
-        )
-        row_bytes += table.dynamic.state_bytes_per_row
-        return table.num_embeddings * row_bytes + waiting_bytes
-
-    def sync_bytes(self, table: EmbeddingTableSpec) -> int:
-        """Bytes that a sync holds at most beside one table of known size: r (k_w w + k_m m), or 0
-        where there is one copy.
-
-        r are the rows that a sync may be about: in mode full all, else at most one for each lookup
-        of `every_steps` steps, the most where it is tuned, and all where fp32 would then move all.
-        A row has w bytes of weights and m of optimizer state. Where the sync overlaps k_w = k_m =
-        2, a snapshot and its means; of `delayed` state k_m = 2 whatever overlaps. Groups that are
-        failure domains hold all means until they have voted: k_w = k_m = 1 without overlap, and
-        where state is averaged `never` but before a save, that of all rows at once. Half precision
-        adds 1 to both, what the copies last agreed on; of touched rows 2: saved before they change,
-        and gathered for the exchange; 3 where such groups overlap: what was saved is kept in case
-        the round fails.
-        Each row has a mark of 1 byte where touched ones are averaged, another one where moments may
-        differ between the copies (`never`, or such groups), and in half precision the place of what
-        was saved, 4 bytes, twice where such groups overlap. Buffers of the chunks that are under
-        way are left to `planner.storage_reservation`.
-        """
-        assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
-        parallelism, optimizer = self.parallelism, self.optimizer.sparse
-        if parallelism.shard_group_size != "auto" and parallelism.num_replicas == 1:
-            return 0
-        sync, num_rows = parallelism.sync, table.num_embeddings
-        is_full = sync.mode == "full" or optimizer.changes_untouched_rows
-        num_lookups = sync.intervals[-1] * self.lookups_per_step(table)
-        if not is_full and (sync.dtype != "fp32" or num_lookups <= sync.full_above * num_rows):
-            num_rows = min(num_rows, num_lookups)
-        votes = parallelism.is_resolved and parallelism.failure_domain == "replica_group"
-        of_rows = 3 if votes and sync.overlap else 2
-        half = 0 if sync.dtype == "fp32" else 1 if is_full else of_rows
-        of_weights = half + (2 if sync.overlap else int(votes))
-        of_state = half + 2 if sync.optimizer_state == "delayed" else of_weights
-        weight_bytes = table.embedding_dim * NUM_BYTES[table.data_type]
-        state_bytes = optimizer.state_bytes_per_row(table.embedding_dim)
-        mark_bytes = 0
-        if not is_full:
-            place_bytes = 4 * (of_rows - 1) if half else 0
-            mark_bytes = 1 + (votes or sync.optimizer_state == "never") + place_bytes
-        marks_bytes = table.num_embeddings * mark_bytes
-        if votes and sync.optimizer_state == "never":
-            rows_bytes = num_rows * of_weights * weight_bytes
-            return rows_bytes + table.num_embeddings * state_bytes + marks_bytes
-        return num_rows * (of_weights * weight_bytes + of_state * state_bytes) + marks_bytes
-
-    def kernel_of(self, table: EmbeddingTableSpec) -> ComputeKernel:
-        """Where the weights of a table are to be, as far as that is not for the planner to say."""
-        kernel = table.constraints.compute_kernel or self.parallelism.planner.compute_kernel
-        return "fused" if kernel == "auto" and self.resources.device == "cpu" else kernel
-
-    @property
-    def may_cache(self) -> bool:
-        """Whether a table may be in host memory, of which a spec does not say how much there is."""
-        return any(self.kernel_of(table) != "fused" for table in self.embedding_tables)
-
-    def lookups_per_step(self, table: EmbeddingTableSpec) -> int:
-        """Ids that a step looks up in a table over all workers, as far as the spec can tell.
-
-        Sequences count in full, pooled lists with the table's `pooling_factor`.
-        """
-        factor = table.constraints.pooling_factor or 1.0
-        per_row = sum(
-            feature.length_limit if feature.type in ("id", "sequence") else factor
-            for feature in self.features_of_tables.get(table.name, ())
-        )
-        return ceil(self.data.batch_size * self.parallelism.world_size * per_row)
-
-    @cached_property
-    def features_of_tables(self) -> dict[str, list[FeatureSpec]]:
-        """The features that look up each table, in spec order; there may be thousands."""
-        found: dict[str, list[FeatureSpec]] = {}
-        for feature in self.features:
-            if feature.table is not None:
-                found.setdefault(feature.table, []).append(feature)
-        return found
-
-    def __copy__(self) -> Self:
-        # `model_copy` gives the copy other fields: it must not keep what followed from these.
-        copied = super().__copy__()
-        copied.__dict__.pop("features_of_tables", None)
-        return copied
-
-    @property
-    def dynamic_features(self) -> frozenset[str]:
-        """Names of the features whose tables give rows to ids as they turn up."""
-        dynamic = self.dynamic_tables
-        return frozenset(each.name for each in self.sparse_features if each.table in dynamic)
-
-    @property
-    def sparse_features(self) -> tuple[FeatureSpec, ...]:
-        """Every feature that looks up a table, in spec order."""
-        return tuple(feature for feature in self.features if feature.is_sparse)
 
     def with_layout(self, shard_group_size: int, placement: str) -> JobSpec:
         """This spec with L and the placement; bounds of workers stay bounds.

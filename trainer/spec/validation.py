@@ -6,10 +6,10 @@ Each check takes the sections and raises a `problem` that names the faulty field
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from trainer.spec.base import problem
 from trainer.spec.parallelism import AllToAllSpec
+from trainer.spec.sections import JobSections
 from trainer.spec.tables import (
     MODULE_ATTRIBUTES,
     SEQUENCE_SHARDING_TYPES,
@@ -18,13 +18,10 @@ from trainer.spec.tables import (
 )
 from trainer.spec.training import RecoverySpec
 
-if TYPE_CHECKING:
-    from trainer.spec.job import JobSpec
-
 _ADAM_BETA2 = 0.999  # torch's default, which the dense part takes
 
 
-def check_tables(spec: JobSpec) -> None:
+def check_tables(spec: JobSections) -> None:
     """What each table can be by itself, whatever the layout."""
     sparse, exports = spec.optimizer.sparse, spec.export is not None and spec.export.on_success
     sequence_tables = spec.sequence_tables
@@ -128,7 +125,7 @@ def _check_dynamic_table(table: EmbeddingTableSpec, dynamic: DynamicSpec, at: st
         )
 
 
-def check_dynamic_layout(spec: JobSpec) -> None:
+def check_dynamic_layout(spec: JobSections) -> None:
     """Dynamic tables are in one copy, whose shards hold whole buckets."""
     parallelism = spec.parallelism
     largest = parallelism.world_size
@@ -152,7 +149,7 @@ def check_dynamic_layout(spec: JobSpec) -> None:
             )
 
 
-def check_encoded_sizes(spec: JobSpec) -> None:
+def check_encoded_sizes(spec: JobSections) -> None:
     """No feature makes more ids than its table has rows."""
     tables = {table.name: table for table in spec.embedding_tables}
     for index, feature in enumerate(spec.features):
@@ -170,7 +167,7 @@ def check_encoded_sizes(spec: JobSpec) -> None:
             )
 
 
-def check_references(spec: JobSpec) -> None:
+def check_references(spec: JobSections) -> None:
     """Names are unique, every table that a feature names exists, and every table is used."""
     tables = [table.name for table in spec.embedding_tables]
     features = [feature.name for feature in spec.features]
@@ -193,7 +190,7 @@ def check_references(spec: JobSpec) -> None:
             raise problem("unused_table", message, f"embedding_tables[{index}].name")
 
 
-def check_lookups(spec: JobSpec) -> None:
+def check_lookups(spec: JobSections) -> None:
     """A list is pooled or a sequence, with a table of its own; an id may share that of a sequence.
 
     A feature of a dynamic table has no weights, unless it is a sequence.
@@ -219,7 +216,7 @@ def check_lookups(spec: JobSpec) -> None:
             )
 
 
-def check_shapes(spec: JobSpec) -> None:
+def check_shapes(spec: JobSections) -> None:
     """Layer sizes fit the embeddings that they meet; a user's module has layers of its own."""
     if spec.model.module is not None:
         return
@@ -244,7 +241,7 @@ def check_shapes(spec: JobSpec) -> None:
         raise problem("over_arch_width", message, "model.over_arch.layer_sizes")
 
 
-def check_transformer(spec: JobSpec) -> None:
+def check_transformer(spec: JobSections) -> None:
     """The history and the candidate of arch `movielens` exist, and heads share the dimension."""
     transformer = spec.model.transformer
     if transformer is None:
@@ -264,7 +261,7 @@ def check_transformer(spec: JobSpec) -> None:
         raise problem("num_heads", message, "model.transformer.num_heads")
 
 
-def check_accumulation(spec: JobSpec) -> None:
+def check_accumulation(spec: JobSections) -> None:
     """What looks at the dense part comes where its accumulated gradients are used up."""
     every = spec.training.accumulate_steps
     fields = {
@@ -286,7 +283,7 @@ def check_accumulation(spec: JobSpec) -> None:
             )
 
 
-def check_trace_ranks(spec: JobSpec) -> None:
+def check_trace_ranks(spec: JobSections) -> None:
     """A trace is taken on ranks that exist."""
     trace, world_size = spec.training.trace, spec.parallelism.world_size
     if trace and max(trace.ranks) >= world_size:
@@ -297,7 +294,7 @@ def check_trace_ranks(spec: JobSpec) -> None:
         )
 
 
-def check_warm_start(spec: JobSpec) -> None:
+def check_warm_start(spec: JobSections) -> None:
     """The tables to take from another job exist in this one."""
     warm_start = spec.checkpoint.warm_start
     names = [table.name for table in spec.embedding_tables]
@@ -307,7 +304,7 @@ def check_warm_start(spec: JobSpec) -> None:
             raise problem("unknown_table", message, f"checkpoint.warm_start.tables[{index}]")
 
 
-def check_settings(spec: JobSpec) -> None:
+def check_settings(spec: JobSections) -> None:
     """What a user sets must do something; what cannot is refused rather than ignored."""
     parallelism, recovery = spec.parallelism, spec.recovery
     sparse, schedule = spec.optimizer.sparse, spec.optimizer.schedule
@@ -358,7 +355,7 @@ def check_settings(spec: JobSpec) -> None:
         raise problem("no_effect", message, "training.trace.first_step")
 
 
-def check_kernels(spec: JobSpec) -> None:
+def check_kernels(spec: JobSections) -> None:
     """Caches in GPU memory can be had as asked for."""
     planner = spec.parallelism.planner
     for index, table in enumerate(spec.embedding_tables):
@@ -388,7 +385,7 @@ def check_kernels(spec: JobSpec) -> None:
         raise problem("no_effect", message, "parallelism.planner.cache_load_factor")
 
 
-def check_overlap(spec: JobSpec) -> None:
+def check_overlap(spec: JobSections) -> None:
     """Adam's second moments, averaged late as a difference, stay well above zero.
 
     In k steps they fall to b^k of what they were. Their mean over M copies is at least 1/M of that,
@@ -409,7 +406,7 @@ def check_overlap(spec: JobSpec) -> None:
         )
 
 
-def check_memory(spec: JobSpec) -> None:
+def check_memory(spec: JobSections) -> None:
     """Tables fit into what the workers have; where sizes and memory are known.
 
     The same is checked by the planner at the start for sizes that only the data tells, and for
@@ -450,14 +447,14 @@ def check_memory(spec: JobSpec) -> None:
 
 
 # What a layout that was chosen later must be checked for again.
-OF_LAYOUT: tuple[Callable[[JobSpec], None], ...] = (
+OF_LAYOUT: tuple[Callable[[JobSections], None], ...] = (
     check_trace_ranks,
     check_accumulation,
     check_overlap,
     check_memory,
     check_dynamic_layout,
 )
-ALL: tuple[Callable[[JobSpec], None], ...] = (
+ALL: tuple[Callable[[JobSections], None], ...] = (
     check_references,
     check_tables,
     check_encoded_sizes,

@@ -200,7 +200,7 @@ def _follow(api: KubeApi, name: str) -> str:
                 pod_name = str(pod["metadata"]["name"])
                 if (pod.get("status") or {}).get("phase") in ("Running", "Succeeded", "Failed"):
                     for told_at, line in api.log(pod_name, told.get(pod_name, "")):
-                        told[pod_name] = told_at
+                        told[pod_name], answered_at = told_at, time.monotonic()
                         typer.echo(line)
             end = _ended(job)
             if end is not None:

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from service.cli import data
 from service.cli.main import build_app
+from service.errors import BackendUnreachable
+from tests.harness.clock import FakeClock
 from tests.harness.kube.cluster import KubeCluster
 from tests.harness.kube.objects import LOG, Manifest, Target
 from tests.harness.kube.server import KubeApiServer
@@ -158,6 +161,28 @@ def test_a_job_that_runs_is_followed_again_and_one_that_ended_is_not(jobs: Jobs)
     thread.join()
     assert again.exit_code == 0 and again.stdout.startswith("done")
     assert len(jobs.all()) == 3
+
+
+def test_a_log_that_breaks_off_after_long_is_followed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(data, "time", clock)
+    pod = {"metadata": {"name": "pod-1", "creationTimestamp": ""}, "status": {"phase": "Running"}}
+
+    def log(name: str, since: str) -> Iterator[tuple[str, str]]:
+        for number in range(5 if not since else 0):
+            clock.sleep(data._PATIENCE_S / 2)
+            yield f"{number}", f"reading: {number} %"
+        if not since:
+            clock.sleep(data._PATIENCE_S / 2)
+            raise BackendUnreachable("no answer: Read timed out.")
+
+    running, done = {}, {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    jobs_told = iter([running, done])
+    api = Mock(get=lambda *_: next(jobs_told), list=lambda *_, **__: {"items": [pod]}, log=log)
+    assert data._follow(api, "prepare") == ""
+    assert capsys.readouterr().out.splitlines() == [f"reading: {n} %" for n in range(5)]
 
 
 def test_why_a_job_waits_or_failed_is_told(jobs: Jobs) -> None:

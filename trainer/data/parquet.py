@@ -232,18 +232,29 @@ def read_schema(folder: Location | Path) -> pa.Schema:
 
 def as_read(stored: pa.Schema) -> pa.Schema:
     """Booleans are read as the integers 0 and 1, decimals as floats, categories but text as what
-    they stand for."""
+    they stand for, views of text as text, and lists of a fixed size as lists; items of lists too.
+    """
     for place, field in enumerate(stored):
-        is_coded = pa.types.is_dictionary(field.type)
-        kind = field.type.value_type if is_coded else field.type
-        if pa.types.is_boolean(kind):
-            kind = pa.uint8()
-        elif pa.types.is_decimal(kind):
-            kind = pa.float64()
-        elif not is_coded or is_text(kind):
-            continue
-        stored = stored.set(place, field.with_type(kind))
+        if (kind := _kind_as_read(field.type)) != field.type:
+            stored = stored.set(place, field.with_type(kind))
     return stored
+
+
+def _kind_as_read(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_boolean(kind):
+        return pa.uint8()
+    if pa.types.is_decimal(kind):
+        return pa.float64()
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_dictionary(kind) and not is_text(kind):
+        return _kind_as_read(kind.value_type)
+    is_fixed = pa.types.is_fixed_size_list(kind)
+    if is_fixed or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        items = _kind_as_read(kind.value_type)
+        if is_fixed or items != kind.value_type:
+            return pa.large_list(items) if pa.types.is_large_list(kind) else pa.list_(items)
+    return kind
 
 
 def is_data_file(path: str) -> bool:

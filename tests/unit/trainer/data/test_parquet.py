@@ -116,18 +116,34 @@ def test_a_byte_that_changed_in_a_prepared_file_is_found(prepared, tmp_path):
 
 
 def test_booleans_are_integers_decimals_floats_and_categories_what_they_stand_for(tmp_path):
+    prices = pa.array([Decimal("1.50"), Decimal("2.00"), None])
+    shops, colours = pa.array([7, None, 7]), pa.array(["red", None, "red"])
+    offsets = pa.array([0, 2, 2, 3])
     columns = {
         "is_new": pa.array([True, None, False]),
-        "price": pa.array([Decimal("1.50"), Decimal("2.00"), None]),
-        "shop": pa.array([7, None, 7]).dictionary_encode(),
-        "colour": pa.array(["red", None, "red"]).dictionary_encode(),
+        "price": prices,
+        "shop": shops.dictionary_encode(),
+        "colour": colours.dictionary_encode(),
+        "word": pa.array(["a", None, "b"], pa.string_view()),
+        "prices": pa.ListArray.from_arrays(offsets, prices),
+        "shops": pa.LargeListArray.from_arrays(offsets, shops.dictionary_encode()),
+        "were_new": pa.array([[True, False], None, [None, True]], pa.list_(pa.bool_(), 2)),
     }
     source = ParquetSource(write(tmp_path / "d", one=pa.table(columns)), [*columns])
-    assert source.schema.types == [pa.uint8(), pa.float64(), pa.int64(), columns["colour"].type]
+    lists = [pa.list_(pa.float64()), pa.large_list(pa.int64()), pa.list_(pa.uint8())]
+    kinds = [pa.uint8(), pa.float64(), pa.int64(), columns["colour"].type, pa.string(), *lists]
+    assert source.schema.types == kinds
     assert read_schema(tmp_path / "d") == source.schema
-    found = source.read([0]).to_pydict()
-    assert (found["is_new"], found["price"]) == ([1, None, 0], [1.5, 2.0, None])
-    assert (found["shop"], found["colour"]) == ([7, None, 7], ["red", None, "red"])
+    assert source.read([0]).to_pydict() == {
+        "is_new": [1, None, 0],
+        "price": [1.5, 2.0, None],
+        "shop": [7, None, 7],
+        "colour": ["red", None, "red"],
+        "word": ["a", None, "b"],
+        "prices": [[1.5, 2.0], [], [None]],
+        "shops": [[7, None], [], [7]],
+        "were_new": [[1, 0], None, [None, 1]],
+    }
 
 
 def test_the_decoded_size_counts_list_items(tmp_path):

@@ -201,6 +201,14 @@ def spec_of_clone(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"labels": labels})
 
 
+def document_of(spec: JobSpec) -> dict[str, Any]:
+    """A spec in which values can be set by path: what it does not have is left out."""
+    document = spec.model_dump(mode="json", exclude_none=True)
+    # Left out it would be the default, unlike all others.
+    document["data"]["split"]["validation"] = spec.data.split.validation
+    return document
+
+
 def cloned_spec(
     job: Job, changes: Mapping[str, Any], patch: Mapping[str, Any] | None, name: str | None
 ) -> JobSpec:
@@ -208,7 +216,7 @@ def cloned_spec(
 
     Raises `SpecError` for what is not legal any more.
     """
-    document: Any = spec_of_clone(job.spec).model_dump(mode="json", exclude_none=True)
+    document: Any = document_of(spec_of_clone(job.spec))
     if patch is not None:
         check_depth(patch, "patch")
         document = merged(document, patch)
@@ -387,8 +395,9 @@ def legal_sizes(job: Job) -> list[int]:
 
 
 def _legal_sizes(job: Job) -> range:
-    sizes = job.spec.parallelism
-    group = _group_size(job)
+    sizes, group = job.spec.parallelism, sizes_of_job(job).shard_group_size
+    if group is None:
+        raise errors.LayoutUnknown(job.id)
     fewest = max(sizes.min_workers, sizes.num_hosts_needed * group, group)
     return range(math.ceil(fewest / group) * group, _most_workers(job) + 1, group)
 
@@ -421,13 +430,6 @@ def check_size(job: Job, num_workers: int) -> None:
     rest = f", ... {legal[-1]}" if legal[_MAX_LISTED:] else ""
     message = f"{num_workers} workers do not fit: {why}; possible: {first}{rest}"
     raise errors.InvalidRequest([FieldProblem("workers", "size", message)])
-
-
-def _group_size(job: Job) -> int:
-    size = sizes_of_job(job).shard_group_size
-    if size is None:
-        raise errors.LayoutUnknown(job.id)
-    return size
 
 
 def known_hosts(job: Job, lines: Iterable[TimelineEvent]) -> list[str]:

@@ -22,6 +22,7 @@ from service.api.deps import (
 from service.api.views import sweep_detail, sweep_summary
 from service.domain.sweeps import EarlyStopping, Sweep, direction_of, new_sweep_id
 from service.errors import SweepNotFound
+from service.jobs.actions import document_of
 from service.jobs.submit import check_data, with_table_sizes
 from service.schemas.common import Page
 from service.schemas.sweeps import CreateSweep, SweepDetail, SweepSummary
@@ -68,7 +69,7 @@ def create_sweep(
         id=new_sweep_id(),
         name=spec.name,
         project=spec.project,
-        spec=spec.model_dump(mode="json", exclude_none=True),
+        spec=document_of(spec),
         parameters=tuple(each.parameter for each in body.parameters),
         metric=body.metric,
         direction=body.direction or direction_of(body.metric),

@@ -13,7 +13,8 @@ from service.client.errors import Conflict, InvalidRequest, NotFound
 from service.domain.models import JobStatus
 from service.jobs.actions import merged
 from service.jobs.run_storage import run_dir_of
-from tests.harness.builders import batch, checkpoint
+from service.sweeps.search import spec_of_trial
+from tests.harness.builders import batch, checkpoint, spec_document
 from tests.harness.service import Api, end, problem_body, problem_in, running, shardloom
 from trainer.layout.hosts import HostFacts
 
@@ -72,6 +73,18 @@ def test_a_clone_is_a_job_of_its_own_with_changes(api: Api, client: ShardloomCli
     assert made.labels == {"team": "ads", "kind": "clone"}
     assert client.get_job(job_id).spec.training.epochs == 1
     assert api.store.list_timeline(made.id)[0].data["cloned_from"] == job_id
+
+
+def test_a_job_without_validation_stays_so_in_its_clones_and_in_a_sweep(api: Api) -> None:
+    data = {**spec_document()["data"], "split": {"validation": None}}
+    job_id = api.submit(data=data)
+    clone = api.http.post(f"/v1/jobs/{job_id}:clone", json={"set": {"training.epochs": 2}})
+    assert clone.json()["spec"]["data"]["split"] == {"train": "train", "validation": None}
+    epochs = {"path": "training.epochs", "values": [1, 2]}
+    body = {"spec": spec_document(data=data), "parameters": [epochs], "metric": "train/loss"}
+    sweep = api.http.post("/v1/sweeps", json=body).json()
+    kept = api.http.app.state.context.sweeps.get(sweep["id"])
+    assert spec_of_trial(kept, 0, {"training.epochs": 2}).data.split.validation is None
 
 
 def test_changes_that_no_spec_can_take_are_refused(api: Api) -> None:

@@ -42,6 +42,18 @@ class _BoundedLoader(yaml.SafeLoader):
         self._num_nodes_below[id(node)] = self._num_nodes - num_before
         return node
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping; raises `ComposerError` for a key that stands twice: one would be lost."""
+        node = super().compose_mapping_node(anchor)
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in names:
+                    problem = f"'{_shown(key.value)}' stands twice in one mapping; remove one"
+                    raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+                names.add((key.tag, key.value))
+        return node
+
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """The value of a node; raises `ConstructorError` where it is not what its tag says."""
         try:

@@ -72,6 +72,7 @@ FAULTS = f"""
 nonsense=1 => nonsense extra_forbidden
 name=Not Good => name string_pattern_mismatch
 data.batch_sise=3 => data.batch_sise extra_forbidden
+training.Epochs=3 => training.Epochs extra_forbidden
 data.batch_size=1{"0" * 400} => data.batch_size bounds
 resources.cpus_per_worker=1.0e-320 => resources.cpus_per_worker bounds
 resources.cpus_per_worker=1.0e+300 => resources.cpus_per_worker bounds
@@ -304,9 +305,13 @@ def test_all_faults_are_reported_at_once() -> None:
 
 
 def test_a_syntax_error_names_line_and_column() -> None:
-    with pytest.raises(SpecError) as caught:
-        load_spec("name: x\ndata: [")
-    assert caught.value.problems[0].path.startswith("line 2")
+    for text, place, message in (
+        ("name: x\ndata: [", "line 2", "expected"),
+        ("name: x\ndata: {}\nname: y", "line 3, column 1", "'name' stands twice"),
+    ):
+        with pytest.raises(SpecError, match=message) as caught:
+            load_spec(text)
+        assert caught.value.problems[0].path.startswith(place)
 
 
 def test_overrides_reach_lists_and_make_missing_sections() -> None:
@@ -361,7 +366,8 @@ def test_what_would_fill_stack_or_memory_is_refused() -> None:
     for text in ("[" * 900, "[" * 100_000, "{a: " * 900, *aliases):
         with pytest.raises(SpecError):
             parse_document(text)
-    assert parse_document("a: &x {b: 1}\nc: {<<: *x}\nd: *x")["d"] == {"b": 1}
+    parsed = parse_document("a: &x {b: 1}\nc: {<<: *x, b: 2}\nd: *x")
+    assert (parsed["c"], parsed["d"]) == ({"b": 2}, {"b": 1})
     for depth in (900, 5000):
         with pytest.raises(SpecError, match="nested"):
             set_values(spec_document(), {"labels.a": nested(depth)})

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from trainer.layout.choice import Choice, candidates, choose, need_of, size_text
 from trainer.layout.cost import (
     DELAYS,
@@ -44,6 +42,7 @@ from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import ParallelismSpec, SyncSpec
 from trainer.spec.parse import set_values
+from trainer.spec.validation import check_accumulation, check_dynamic_layout, check_overlap
 
 # Sync intervals to compare, beside the spec's own.
 _SYNC_INTERVALS = (1, 4, 16, 64)
@@ -53,6 +52,8 @@ _WORTH_IT = 1.1
 _MOST_WORKERS_FACTOR = 64
 _MAX_CHANGES = 3
 _CHECKED = {"chosen": True, "stored": True}
+# Of a layout; of memory the cost tells.
+_CHECKS = (check_accumulation, check_dynamic_layout, check_overlap)
 # Of a host whose memory is not known.
 _ENOUGH_BYTES = 1 << 60
 
@@ -190,7 +191,7 @@ class Comparer:
         with suppress(LayoutError):  # of memory
             self._chosen = choose(need)
         world_size = self._chosen.layout.world_size
-        sized = _freed(spec).with_workers(world_size)
+        sized = _freed(spec, world_size)
         assert spec.table_bytes is not None, "a plan needs the sizes of the tables"
         self._whole = whole_loads(sized)
         self._sums: dict[tuple[Any, ...], SyncSums] = {}
@@ -200,7 +201,7 @@ class Comparer:
             layout = choice.layout
             if layout.world_size != world_size or choice.num_hosts_survived < need.survive_hosts:
                 continue
-            with suppress(ValidationError):  # of what the spec asks of a layout
+            with suppress(ValueError):  # of what the spec asks of a layout
                 self._laid_out[choice] = _with_layout(sized, choice)
                 self._options[choice] = _distinct(_settled(spec, self._at_syncs(choice, None)))
 
@@ -318,17 +319,20 @@ def _distinct(options: Iterable[Option]) -> list[Option]:
 
 
 def _with_layout(spec: JobSpec, choice: Choice) -> JobSpec:
-    """The spec with a layout, of which only the section that names it is checked: there may be
-    thousands of tables. Raises `ValidationError`."""
+    """The spec with a layout, of which only what depends on it is checked: there may be thousands
+    of tables. Raises ValueError."""
     layout = choice.layout
     resolved = spec.parallelism.resolved(layout.shard_group_size, layout.placement)
     checked = ParallelismSpec.model_validate(resolved.model_dump(), context=_CHECKED)
-    return spec.model_copy(update={"parallelism": checked})
+    found = spec.model_copy(update={"parallelism": checked})
+    for check in _CHECKS:
+        check(found)
+    return found
 
 
-def _freed(spec: JobSpec) -> JobSpec:
-    """The spec with L and the placement left open."""
-    free = {"shard_group_size": "auto", "placement": "auto"}
+def _freed(spec: JobSpec, num_workers: int) -> JobSpec:
+    """The spec with so many workers, L and the placement left open."""
+    free = {"workers": num_workers, "shard_group_size": "auto", "placement": "auto"}
     return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=free)})
 
 
@@ -426,7 +430,9 @@ def _syncs(spec: JobSpec, choice: Choice) -> list[SyncSpec]:
     if choice.layout.num_replicas == 1 or (sync.overlap and not sync.is_tuned):  # for its interval
         return [sync]
     modes = [sync.mode] if spec.optimizer.sparse.changes_untouched_rows else _MODES
-    others = sorted({*sync.intervals, *_SYNC_INTERVALS})
+    at_sync = spec.parallelism.dense_policy == "at_sync"
+    window = spec.training.accumulate_steps if at_sync else 1
+    others = sorted({*sync.intervals, *(each * window for each in _SYNC_INTERVALS)})
     found = (
         _tuned_intervals(sync)
         if sync.is_tuned

@@ -25,6 +25,7 @@ from trainer.layout.plans import (
     why_not_held,
 )
 from trainer.layout.workload import GroupPlan, RankLoad, TablePlacement, planned
+from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
 GIB = 2**30
@@ -75,6 +76,45 @@ def test_what_auto_takes_is_recommended_unless_another_is_much_faster_with_the_s
     )
     assert "is the fastest that fits, by" in busy.reason
     assert "which the spec and auto take" in busy.reason
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "window", "table", "num_layouts"),
+    [
+        # One copy of dynamic tables, of all workers.
+        ({"shard_group_size": 8}, 1, {"dynamic": {"num_buckets": 8}}, 1),
+        ({"shard_group_size": 4, "dense": "at_sync", "sync": {"every_steps": 3}}, 3, {}, 7),
+        # In 100 steps Adam's moments of eight copies change too much to be averaged late.
+        (
+            {
+                "shard_group_size": 4,
+                "dense": "at_sync",
+                "sync": {"every_steps": 100, "overlap": 100},
+            },
+            1,
+            {},
+            5,
+        ),
+    ],
+)
+def test_layouts_and_intervals_that_a_spec_may_not_have_are_no_candidates(
+    parallelism: dict[str, Any], window: int, table: dict[str, Any], num_layouts: int
+) -> None:
+    document = spec_of(
+        4,
+        parallelism={"workers": 8} | parallelism,
+        training={"accumulate_steps": window, "report_every_steps": window},
+        checkpoint={"every_steps": window},
+    ).model_dump(mode="json", exclude_unset=True)
+    document["embedding_tables"][0] |= table
+    spec = validate_spec(document)
+    found = compared(spec).candidates
+    assert len({shape(each) for each in found}) == num_layouts
+    for each in found:
+        sync = spec.parallelism.sync.model_copy(update={"every_steps": each.sync_every_steps})
+        own = spec.parallelism.model_copy(update={"sync": sync})
+        at_interval = spec.model_copy(update={"parallelism": own})
+        assert at_interval.with_layout(each.shard_group_size, each.placement)
 
 
 def test_a_tuned_interval_is_planned_where_it_would_settle_with_room_for_the_longest() -> None:

@@ -82,7 +82,6 @@ class RankLoad(BaseModel, extra="forbid", frozen=True):
     tables_bytes: int = 0
     optimizer_bytes: int = 0
     sync_bytes: int = 0
-    host_bytes: int = 0
     lookup_bytes: float = 0.0
     input_bytes: float = 0.0
     output_bytes: float = 0.0
@@ -331,7 +330,7 @@ def rank_loads(
 ) -> tuple[RankLoad, ...]:
     """What each of `size` ranks holds and does, from the shards of each table.
 
-    Of a cached table the weights are in host memory, and in GPU memory only their cached share.
+    Of the weights of a cached table only the cached share counts, which is in GPU memory.
     """
     totals = [[0.0] * len(RankLoad.model_fields) for _ in range(size)]
     group_samples = spec.data.batch_size * size
@@ -346,15 +345,13 @@ def rank_loads(
             share = row_share * column_share
             ids = samples * load.num_ids * row_share
             vectors = column_share * (1.0 if load.is_pooled else row_share)
-            weights = load.weights * share
             rank = totals[position]
             for index, amount in enumerate(
                 (
-                    weights * where.load_factor,
+                    load.weights * share * where.load_factor,
                     # A column shard has the state of its rows for itself.
                     load.kept * (row_share if _is_by_row(spec) else share),
                     sync_bytes * share,
-                    weights if where.load_factor < 1 else 0.0,
                     ids * _row_bytes(spec, table, columns),
                     0.0 if is_everywhere else ids * _ID_BYTES,
                     0.0 if is_everywhere else samples * load.output * vectors,
@@ -366,12 +363,11 @@ def rank_loads(
             tables_bytes=round(tables),
             optimizer_bytes=round(optimizer),
             sync_bytes=round(sync),
-            host_bytes=round(host),
             lookup_bytes=lookup,
             input_bytes=ids,
             output_bytes=output,
         )
-        for tables, optimizer, sync, host, lookup, ids, output in totals
+        for tables, optimizer, sync, lookup, ids, output in totals
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -39,31 +38,25 @@ from service.schemas.wording import compact, duration, duration_of, groups_text
 PLAIN_LINE_EVERY_S = 10.0
 
 
-@dataclass
-class Followed:
-    """What is known of the job so far. `trouble` says why the last poll failed, if it did."""
-
-    job: JobDetail
-    last_event_id: int = 0
-    trouble: str = ""
-
-
 class LiveView:
-    """Events above a display that stays in place and is redrawn."""
+    """Events above a display that stays in place and is redrawn.
+
+    `trouble` says why the last poll failed, if it did.
+    """
 
     poll_s = 0.5
 
     def __init__(self, live: Live) -> None:
         self._live = live
 
-    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
+    def show(self, job: JobDetail, fresh: list[TimelineEventOut], trouble: str) -> None:
         for event in fresh:
             self._live.console.print(event_line(event))
-        self._live.update(live_page(followed), refresh=True)
+        self._live.update(live_page(job, trouble), refresh=True)
 
 
 class PlainView:
-    """Lines that are printed once: every event, and the progress now and then."""
+    """Lines that are printed once: every event, trouble, and the progress now and then."""
 
     poll_s = 1.0
 
@@ -75,26 +68,24 @@ class PlainView:
         self._step = -1
         self._next_line_s = 0.0
 
-    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
-        job = followed.job
+    def show(self, job: JobDetail, fresh: list[TimelineEventOut], trouble: str) -> None:
         for event in fresh:
             self._console.print(event_line(event))
         if job.status is not self._status:
             self._status = job.status
             if not job.status.is_terminal:
                 self._console.print(Text.assemble(f"{job.name}  ", status_text(job.status)))
-        if job.message != self._message:
-            self._message = job.message
-            if job.message and not job.status.is_terminal:
-                self._console.print(job.message)
+        message = trouble or ("" if job.status.is_terminal else job.message)
+        if message != self._message:
+            self._message = message
+            if message:
+                self._console.print(message)
         if job.progress.step != self._step and self._clock() >= self._next_line_s:
             self._step = job.progress.step
             self._next_line_s = self._clock() + PLAIN_LINE_EVERY_S
             if job.progress.total_steps:
                 metric = headline_metric(job.latest_metrics)
                 self._console.print(progress_line(job) + (f", {metric}" if metric else ""))
-        if followed.trouble:
-            self._console.print(followed.trouble)
 
 
 @contextmanager
@@ -130,28 +121,26 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
 ) -> JobDetail:
     """Poll a job into `view` until it has ended, and return it."""
-    followed = Followed(client.get_job(job_id))
-    answered_s = clock()
+    job, last_event_id, answered_s = client.get_job(job_id), 0, clock()
     while True:
         try:
             # Before its events: once it has ended, its last events are seen as well.
-            followed.job = client.get_job(followed.job.id)
-            fresh = list(client.iter_events(followed.job.id, after=followed.last_event_id))
+            job = client.get_job(job.id)
+            fresh, trouble = list(client.iter_events(job.id, after=last_event_id)), ""
             if fresh:
-                followed.last_event_id = fresh[-1].id
-            answered_s, followed.trouble = clock(), ""
+                last_event_id = fresh[-1].id
+            answered_s = clock()
         except ShardloomError as error:
             if not is_transient(error) or clock() - answered_s > PATIENCE_S:
                 raise
-            fresh, followed.trouble = [], f"{error}; the job goes on, trying again"
-        view.show(followed, fresh)
-        if followed.job.status.is_terminal and not followed.trouble:
-            return followed.job
+            fresh, trouble = [], f"{error}; the job goes on, trying again"
+        view.show(job, fresh, trouble)
+        if job.status.is_terminal and not trouble:
+            return job
         sleep(view.poll_s)
 
 
-def live_page(followed: Followed) -> RenderableType:
-    job = followed.job
+def live_page(job: JobDetail, trouble: str) -> RenderableType:
     title = Text.assemble(
         (job.name, "bold"), "  ", status_text(job.status), (f"  {job.id}  {shape_text(job)}", "dim")
     )
@@ -159,10 +148,8 @@ def live_page(followed: Followed) -> RenderableType:
         title.append(f"  {groups}", style="yellow")
     parts: list[RenderableType] = [title, _progress_row(job)]
     parts += _metrics_rows(job)
-    if followed.trouble:
-        parts.append(Text(followed.trouble, style="yellow"))
-    elif job.message and not job.status.is_terminal:
-        parts.append(Text(job.message, style="yellow"))
+    if message := trouble or ("" if job.status.is_terminal else job.message):
+        parts.append(Text(message, style="yellow"))
     parts.append(Text("Ctrl-C detaches, the job goes on", style="dim"))
     return Group(*parts)
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from service.cli.follow import Followed, LiveView, PlainView, end_page, live_page, watch
+from service.cli.follow import LiveView, PlainView, end_page, live_page, watch
 from service.client.errors import ServerFault, ServiceUnreachable
 from service.client.transport import PATIENCE_S
 from tests.harness.clock import FakeClock
@@ -23,8 +23,8 @@ class RecordingView:
     def __init__(self) -> None:
         self.troubles: list[str] = []
 
-    def show(self, followed, fresh):
-        self.troubles.append(followed.trouble)
+    def show(self, job, fresh, trouble):
+        self.troubles.append(trouble)
 
 
 def watched(service: FakeService, view, clock: FakeClock):
@@ -37,8 +37,8 @@ def at_step(step: int, **changes):
     return {**body, "progress": {**body["progress"], "step": step}}
 
 
-def plain_output(service: FakeService) -> str:
-    output, clock = io.StringIO(), FakeClock()
+def plain_output(service: FakeService, clock: FakeClock | None = None) -> str:
+    output, clock = io.StringIO(), clock or FakeClock()
     watched(service, PlainView(Console(file=output, width=200), clock=clock), clock)
     return output.getvalue()
 
@@ -83,11 +83,13 @@ def test_what_does_not_mend_ends_the_following(trouble, value, error, least_s, m
     assert least_s < clock.now < most_s
 
 
-def test_plain_lines_tell_once_that_the_cluster_does_not_answer():
+def test_plain_lines_tell_once_that_the_cluster_or_the_service_does_not_answer():
     service = FakeService()
+    clock = FakeClock(meanwhile=lambda _: setattr(service, "is_down", 5.0 < clock.now < 30.0))
     away = job_body(status="STARTING", message="no answer from Ray")
-    service.states = [away, away, away, job_body(status="SUCCEEDED")]
-    assert plain_output(service).count("no answer from Ray") == 1
+    service.states = [*[away] * 3, *[job_body()] * 10, job_body(status="SUCCEEDED")]
+    told = plain_output(service, clock)
+    assert (told.count("no answer from Ray"), told.count("the job goes on")) == (1, 1)
 
 
 def test_plain_lines_tell_events_status_and_progress_now_and_then():
@@ -104,11 +106,11 @@ def test_plain_lines_tell_events_status_and_progress_now_and_then():
 
 def test_the_live_page_shows_status_progress_and_metrics():
     service = FakeService()
-    page = rendered(live_page(Followed(service.client().get_job("ratings"))))
+    page = rendered(live_page(service.client().get_job("ratings"), ""))
     for text in ("RUNNING", "50/200", "25.0 %", "21.3k rows/s", "ETA 1m 12s", "loss 0.4100"):
         assert text in page
     service.states[0]["progress"].update(step=0, total_steps=0, percent=0.0)
-    page = rendered(live_page(Followed(service.client().get_job("ratings"))))
+    page = rendered(live_page(service.client().get_job("ratings"), ""))
     assert "waiting for the first step" in page
     assert "0/0" not in page
 

@@ -425,12 +425,3 @@ def test_divergences_are_an_alarm_with_the_newest_first(job: Job) -> None:
     assert re.findall(r"diverged by (step \d+)", html) == ["step 40", "step 30", "step 20"]
     assert views.event_tone(job, timeline[0]) == "bad"
     assert "alert" not in fragments.sharding(job, [])
-
-
-def test_a_job_stored_before_plans_and_policies_is_shown_whole(job: Job) -> None:
-    planned = timeline_of(job, workers_started(tables=[row_wise_plan()]))
-    assert "row_wise" not in fragments.groups(job, planned)
-    lines = timeline_of(job, workers_started())
-    del lines[0].data["tables"]
-    assert "row_wise" in fragments.groups(job, lines)
-    assert "once the workers have told their plan" in fragments.sharding(job, lines)

@@ -65,7 +65,6 @@ class GradientAccumulator:
     """Accumulated gradients as those of one batch (see above). Nothing waits for the device."""
 
     def __init__(self) -> None:
-        self.num_batches = 0
         self._newest: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
 
@@ -76,7 +75,6 @@ class GradientAccumulator:
         gradients of 0.
         """
         weight = weight.detach().double()
-        self.num_batches += 1
         if self._newest is None or self._total is None:
             self._newest, self._total = weight, weight
             return
@@ -92,7 +90,7 @@ class GradientAccumulator:
         if self._newest is not None and self._total is not None and held:
             share = torch.where(self._newest > 0, self._total / self._newest, 1.0)
             torch._foreach_div_(list(held), share.to(held[0].dtype))
-        self.num_batches, self._newest, self._total = 0, None, None
+        self._newest = self._total = None
 
 
 def factor(step: int, total_steps: int, spec: ScheduleSpec | None) -> float:
@@ -225,7 +223,8 @@ class Optimizers:
         self._spec = spec
         self._clip_norm = clip_norm
         self._gradient_norm: torch.Tensor | None = None
-        self._num_accumulated = 0
+        self.is_accumulating = False
+        """Whether gradients are held that the dense part has not learned from yet."""
         self._window = GradientAccumulator()
         self._lr_scale = math.sqrt(moment_scale)
         self._factor = 1.0
@@ -313,11 +312,6 @@ class Optimizers:
         """
         self._window.add(self._dense_gradients(), weight)
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients are held that the dense part has not learned from yet."""
-        return self._num_accumulated > 0
-
     def step(self, is_dense_step: bool = True) -> None:
         """Update what the backward pass did not: data-parallel tables, decay, the dense part.
 
@@ -326,7 +320,7 @@ class Optimizers:
         """
         for optimizer in self._whole:
             optimizer.step()
-        self._num_accumulated += 1
+        self.is_accumulating = not is_dense_step
         if is_dense_step:
             self._step_dense()
         sparse = self._spec.sparse
@@ -336,8 +330,6 @@ class Optimizers:
                 torch._foreach_mul_(self._tables, scale)
 
     def _step_dense(self) -> None:
-        if self._num_accumulated > 1:
-            assert self._window.num_batches == self._num_accumulated, "each batch is to be weighed"
         self._window.close(self._dense_gradients())
         if self._clip_norm is not None:
             parameters = list(self.dense.params.values())
@@ -345,7 +337,6 @@ class Optimizers:
         scale = self._gradient_scale(self._spec.dense.name == "adagrad")
         _scale_gradients(self.dense.params.values(), scale)
         self.dense.step()
-        self._num_accumulated = 0
 
     def _dense_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.dense.params.values() if p.grad is not None]

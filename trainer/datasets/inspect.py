@@ -67,8 +67,10 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
     sizes = manifest.vocab_sizes if manifest else {}
     label = _find_label(columns)
     left_out = _LABEL_PARTS.get(manifest.source, ()) if manifest else ()
-    features, tables, notes = [], [], []
-    usable = [column for column in columns if column.name not in (label, *left_out)]
+    features: list[dict[str, Any]] = []
+    tables: list[dict[str, Any]] = []
+    notes: list[str] = []
+    usable = [each for each in columns if each is not label and each.name not in left_out]
     dim = _embedding_dim(usable, sizes)
     for column in usable:
         if reason := _unusable(column):
@@ -82,21 +84,28 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
         feature, num_rows = _feature(column, sizes)
         features.append(feature)
         if num_rows is not None:
+            if not re.fullmatch(IDENTIFIER_PATTERN, feature["table"]):  # too long
+                feature["table"] = f"table_{len(tables)}"
             tables.append(
                 {"name": feature["table"], "num_embeddings": num_rows, "embedding_dim": dim}
             )
-    binary = any(column.name == label and column.is_binary for column in columns)
     if label is None:
         notes.append("no label found: set data.label.column")
+    elif label.kind == "text" or label.lists:
+        notes.append(f"{label.name}: a label is one number a row: store it as such")
     return Suggestion(
-        label, "bce" if binary else "mse", tuple(features), tuple(tables), tuple(notes)
+        label.name if label else None,
+        "bce" if label and label.is_binary else "mse",
+        tuple(features),
+        tuple(tables),
+        tuple(notes),
     )
 
 
-def _find_label(columns: Sequence[ColumnReport]) -> str | None:
-    names = {column.name.lower(): column.name for column in columns if column.kind != "other"}
+def _find_label(columns: Sequence[ColumnReport]) -> ColumnReport | None:
+    names = {column.name.lower(): column for column in columns if column.kind != "other"}
     named = [names[name] for name in _LABEL_NAMES if name in names]
-    binary = (column.name for column in columns if column.is_binary and not _unusable(column))
+    binary = (column for column in columns if column.is_binary and not _unusable(column))
     return next(iter(named or binary), None)
 
 
@@ -206,8 +215,12 @@ class DataReport:
 
 def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: None) -> DataReport:
     """Read a data set once; `on_rows` hears of every part's rows. Raises a `DataError`."""
+    # What is stored with types is no number where it is text, whatever stands in it.
     texts = ID_NAMES if data.text and data.text.is_criteo else ()
-    sketches = {name: ColumnSketch(name, is_text=name in texts) for name in data.columns}
+    sketches = {
+        name: ColumnSketch(name, is_text=data.text is None or name in texts)
+        for name in data.columns
+    }
     num_rows = 0
     for batch in data.batches():
         for name, sketch in sketches.items():

@@ -83,13 +83,13 @@ class ColumnSketch:
 
     def __init__(self, name: str, *, is_text: bool = False) -> None:
         """`is_text` says that text is not to be taken for numbers even where all of it could be."""
-        self._name = name
+        self._name, self._is_text = name, is_text
         self._num_rows = self._num_nulls = self._num_items = self._num_infinite = 0
         self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
         self._moments = Moments()
         self._low, self._high = math.inf, -math.inf
         # What every value so far was; a column is of the first kind that is left.
-        self._kinds = ["text"] if is_text else ["integer", "number", "text"]
+        self._kinds = ["integer", "number", "text"]
         self._counts = pl.DataFrame(schema=_COUNTS)
         self._level = 0
 
@@ -167,9 +167,8 @@ class ColumnSketch:
         if values.dtype != pl.String:
             self._kinds = []
             return None
-        if "number" not in self._kinds:
-            return None
-        for kind in (pl.Int64, pl.Float64):
+        is_text = self._is_text or "number" not in self._kinds
+        for kind in () if is_text else (pl.Int64, pl.Float64):
             numbers = values.cast(kind, strict=False)
             if not numbers.null_count() and not (
                 numbers.dtype.is_float() and numbers.is_nan().any()

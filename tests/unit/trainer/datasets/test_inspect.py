@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from tests.harness.builders import spec_document
 from trainer.data.manifest import load_manifest
+from trainer.data.reader import open_source
 from trainer.datasets import profile
 from trainer.datasets.cli import app
 from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
@@ -237,11 +238,19 @@ def test_raw_columns_are_suggested_under_their_names_and_numbers_by_what_was_fou
 def test_no_column_is_suggested_that_training_refuses(tmp_path):
     is_true, prices = pa.array([True, False]), pa.array([Decimal("1.5"), Decimal("2.0")])
     columns = {"price": prices.cast(pa.decimal256(60, 1)), "label": is_true, "is_new": is_true}
+    # Digits that are stored as text, lists, and names with little room.
+    columns |= {"zip": ["1", "2"], "size": ["1.5", "2"], "u" * 62: [1, 2], "v" * 63: [1, 2]}
+    columns["seen"] = pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))
+    columns["seen_for"] = pa.ListArray.from_arrays([0, 1, 2], prices)
     unread = {"is new?": [0, 1], "image": [b"a", b"b"]}
     pq.write_table(pa.table(columns | unread), tmp_path / "a.parquet")
-    suggestion = inspect(tmp_path)[0].suggestion
+    (report,) = inspect(tmp_path)
+    suggestion, spec = report.suggestion, spec_of(report, tmp_path)
+    assert open_source(spec, tmp_path).columns
     assert (suggestion.label, suggestion.loss) == ("label", "bce")
-    assert [feature["name"] for feature in suggestion.features] == ["price", "is_new"]
+    found = [feature.name for feature in spec.features]
+    assert found == ["price", "is_new", "zip", "size", "u" * 62, "v" * 63, "seen"]
+    assert "seen_for: left out, a list of numbers: use it as weights_column" in suggestion.notes
     assert "image: left out, neither a number nor text: store it as one" in suggestion.notes
 
 
@@ -293,7 +302,7 @@ def test_damage_is_found_whatever_is_printed(clicks, tmp_path):
 
 def test_notes_tell_what_training_cannot_use_and_json_holds_no_infinities(tmp_path):
     frame = pl.DataFrame({"price": [1.0, math.inf, 2.0, 1e200], "user id": [1, 2, 3, 4]})
-    frame = frame.with_columns(pl.col("price").alias("cost\n"), y=pl.Series([0, 1, 1, 0]))
+    frame = frame.with_columns(pl.col("price").alias("cost\n"), label=pl.Series(list("0110")))
     frame.write_parquet(tmp_path / "a.parquet")
     text = invoke(tmp_path, "--json").stdout
     (document,) = json.loads(text, parse_constant=pytest.fail)
@@ -303,6 +312,7 @@ def test_notes_tell_what_training_cannot_use_and_json_holds_no_infinities(tmp_pa
     assert f"{infinite}data.on_bad_rows to quarantine" in notes
     for name in ("user id", "cost\n"):
         assert f"{name}: left out, its name is no identifier: rename it" in notes
+    assert "label: a label is one number a row: store it as such" in notes
     spec = yaml.safe_load(invoke(tmp_path, "--spec").stdout)
     assert [feature["name"] for feature in spec["features"]] == ["price"]
     assert [feature["name"] for feature in document["suggested"]["features"]] == ["price"]

@@ -199,7 +199,7 @@ def _start(stack: LocalStack, port: int | None, output: Console) -> StackState:
         return stack.up(port=port, report=lambda line: output.print(Text(line, style="dim")))
 
 
-def _stay(stack: LocalStack, state: StackState, *, detach: bool = False) -> None:
+def _stay(stack: LocalStack, state: StackState, *, detach: bool) -> None:
     """Keep the stack in the foreground until it ends, unless it is to be left running."""
     if detach:
         console().print(Text("`shardloom down` stops it", style="dim"))

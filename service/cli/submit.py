@@ -18,7 +18,6 @@ from service.cli import common, stack
 from service.cli.common import (
     HERE,
     Client,
-    ErrorReportingGroup,
     JobArgument,
     JsonOption,
     SetOption,
@@ -86,9 +85,7 @@ CodeOption = Annotated[
         help="Folder with the code of model.module; all its files travel with the job.",
     ),
 ]
-spec_app = typer.Typer(
-    cls=ErrorReportingGroup, help="The job spec: its schema, and a check.", no_args_is_help=True
-)
+spec_app = typer.Typer(help="The job spec: its schema, and a check.", no_args_is_help=True)
 
 
 @spec_app.command()

@@ -19,7 +19,6 @@ from service.cli.common import (
     JOB_CANCELLED,
     JOB_FAILED,
     Client,
-    ErrorReportingGroup,
     JsonOption,
     SetOption,
     SpecArgument,
@@ -53,9 +52,7 @@ from service.schemas.wording import NOTHING, age, metric, setting
 from trainer.spec import validate_spec
 
 _EXIT_CODES = {SweepStatus.FAILED: JOB_FAILED, SweepStatus.CANCELLED: JOB_CANCELLED}
-sweeps_app = typer.Typer(
-    cls=ErrorReportingGroup, no_args_is_help=True, help="Searches for settings of a spec."
-)
+sweeps_app = typer.Typer(no_args_is_help=True, help="Searches for settings of a spec.")
 SweepArgument = Annotated[str, typer.Argument(metavar="SWEEP", help="Its id.")]
 
 

@@ -1,8 +1,8 @@
 """A rank's side of the coordinator: requests, heartbeats, reconnection; loads no torch by itself.
 
 `CoordinatorClient` connects a rank to its group's agent, and the agent to the coordinator;
-`HeartbeatReporter` times a rank's steps and reports them; `report_heartbeats` connects a worker of
-the domain `job`, for hang detection only.
+`HeartbeatReporter` times a rank's steps, for its heartbeats; `report_heartbeats` connects a worker
+of the domain `job`, for hang detection only.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _connect_timeout_s(heartbeat_timeout_s: float) -> float:
 class CoordinatorClient:
     """A connection of one rank, or of an agent, kept up by a thread; another one sends heartbeats.
 
-    Requests are repeated after a reconnection. One thread may send requests; `progress` and
-    `is_aborted` may be called from any.
+    Requests are repeated after a reconnection. One thread may send requests; `is_aborted` may be
+    called from any. `reporter` knows what the heartbeats say.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class CoordinatorClient:
         self._problem = ""  # why the newest try to connect failed
         self._aborted_round = -1
         self._roster = Roster(members=())
-        self._heartbeat = Heartbeat(rank=identity.rank, progress=0, phase="start")
+        self.reporter = HeartbeatReporter()
         self._is_through = False
         self._threads: list[threading.Thread] = []
         self.on_refusal: Callable[[str], None] | None = None
@@ -174,21 +174,6 @@ class CoordinatorClient:
         answer = self.ask(body)
         assert isinstance(answer, expected), f"{body.kind} was answered by {answer.kind}"
         return answer
-
-    def progress(self, phase: str, step_time_s: float = 0.0, local_s: float = 0.0) -> None:
-        """Note that something got done, for the next heartbeat."""
-        self._heartbeat = Heartbeat(
-            rank=self.identity.rank,
-            progress=self._heartbeat.progress + 1,
-            phase=phase,
-            step_time_s=step_time_s,
-            local_s=local_s,
-        )
-
-    def advance(self) -> None:
-        """Note that the same phase gets on, as with each part of a long exchange."""
-        beat = self._heartbeat
-        self._heartbeat = beat.model_copy(update={"progress": beat.progress + 1})
 
     def is_aborted(self, number: int) -> bool:
         return number <= self._aborted_round
@@ -401,7 +386,7 @@ class CoordinatorClient:
 
     def heartbeats(self) -> tuple[Heartbeat, ...]:
         """What there is to say now of the ranks that this connection speaks for."""
-        return (self._heartbeat,)
+        return (self.reporter.heartbeat(self.identity.rank),)
 
 
 def remembering(hello: Hello, answer: Answer) -> Hello:
@@ -427,17 +412,13 @@ def remembering(hello: Hello, answer: Answer) -> Hello:
 
 
 class HeartbeatReporter:
-    """Times steps and reports progress to the coordinator; without one it does nothing."""
+    """What a rank's heartbeats say: how it gets on, and how long its steps take."""
 
-    def __init__(
-        self,
-        client: CoordinatorClient | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._client = client
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._began_at = 0.0
+        self._phase, self._progress = "start", 0
         # Seconds of a step, reading included, without waiting for other ranks.
         self.local_s = 0.0
 
@@ -450,9 +431,23 @@ class HeartbeatReporter:
 
     def enter(self, phase: str) -> None:
         """A phase begins, or makes progress: one other than training may take longer."""
-        if self._client:
-            step_time_s = median(self._times_s) if self._times_s else 0.0
-            self._client.progress(phase, step_time_s, self.local_s)
+        self._phase = phase
+        self.advance()
+
+    def advance(self) -> None:
+        """The same phase gets on, as with each part of a long exchange; for any thread."""
+        self._progress += 1
+
+    def heartbeat(self, rank: int) -> Heartbeat:
+        """That of `rank` now; for any thread."""
+        times_s = self._times_s.copy()
+        return Heartbeat(
+            rank=rank,
+            progress=self._progress,
+            phase=self._phase,
+            step_time_s=median(times_s) if times_s else 0.0,
+            local_s=self.local_s,
+        )
 
 
 @contextmanager
@@ -467,7 +462,7 @@ def report_heartbeats(
     member.on_refusal = end_process
     member.join("initial", f"run-{identity.incarnation}", Ledger(), donor="")
     try:
-        yield HeartbeatReporter(member)
+        yield member.reporter
     finally:
         member.on_refusal = None
         member.close()

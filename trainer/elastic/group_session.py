@@ -26,7 +26,6 @@ from trainer.coordination.client import (
     LOCATE_S,
     CoordinatorClient,
     Dismissed,
-    HeartbeatReporter,
     Identity,
     end_process,
 )
@@ -113,7 +112,7 @@ class GroupSession(Session):
         self._is_syncing = False
         self._sync_s = 0.0  # that training waited for the sync that has begun
         self._synced: Observation | None = None
-        super().__init__(config, groups, HeartbeatReporter(client))
+        super().__init__(config, groups, client.reporter)
         self._interval = self._new_interval()
         self._syncing = self._new_interval()  # what the sync is about that has begun
         self._loader = LeaseBatches(

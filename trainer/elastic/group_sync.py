@@ -834,7 +834,7 @@ class GroupSync:
                 self._device,
                 self._timeout_s,
                 self._is_aborted,
-                self._client.advance,
+                self._client.reporter.advance,
                 self.donor,
                 host_of(round_.members),
             )

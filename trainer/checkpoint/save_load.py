@@ -163,10 +163,10 @@ def save(
             if isinstance(folder, Location):
                 writer = RemoteWriter(folder)
                 dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
-                everyone = _gather(lambda: writer.records, OSError, group)
+                everyone = _gather(lambda: writer.records, group)
             else:
                 dcp.save(state, checkpoint_id=folder, planner=planner, process_group=group)
-                everyone = _gather(lambda: _records_on_disk(folder), OSError, group)
+                everyone = _gather(lambda: _records_on_disk(folder), group)
         return {name: record for records in everyone for name, record in records.items()}
     except (CheckpointException, *FAULTS) as error:
         _discard(folder, error)
@@ -224,14 +224,12 @@ def _discard(folder: Folder, error: BaseException) -> NoReturn:
     raise CheckpointError(f"{message}. Earlier checkpoints are untouched") from error
 
 
-def _gather(
-    read: Callable[[], Result], faults: type[Exception], group: dist.ProcessGroup | None
-) -> list[Result]:
-    """What each rank reads, on every rank; `faults` of any rank are raised on all. Collective."""
+def _gather(read: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
+    """What each rank reads, on every rank; `FAULTS` of any rank are raised on all. Collective."""
     mine: Result | Exception
     try:
         mine = read()
-    except faults as error:
+    except FAULTS as error:
         mine = error
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=group)
@@ -277,7 +275,7 @@ def is_intact(checkpoint: CommittedCheckpoint, group: dist.ProcessGroup | None =
     names = sorted(checkpoint.commit.files)[dist.get_rank() :: dist.get_world_size()]
     files = checkpoint.commit.files
     verdicts = _gather(
-        lambda: all(matches(checkpoint.path, name, files[name]) for name in names), DataError, group
+        lambda: all(matches(checkpoint.path, name, files[name]) for name in names), group
     )
     return all(verdicts)
 

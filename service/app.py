@@ -24,13 +24,14 @@ from fastapi_offline import FastAPIOffline
 from pydantic import ValidationError
 from sqlalchemy import Engine
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
 from service.api import openapi
 from service.api.authentication import AuthenticationMiddleware
 from service.api.deps import Context, authorize
-from service.api.errors import add_error_handlers
+from service.api.errors import add_error_handlers, answer_unexpected
 from service.api.middleware import (
     BodyLimitMiddleware,
     IdempotencyMiddleware,
@@ -80,7 +81,6 @@ logger = logging.getLogger("service.app")
 _BACKLOG = 2048
 # The pages' transport takes a million itself, and by then has it all in memory.
 MAX_SOCKET_MESSAGE_BYTES = 1_000_000
-_ORPHAN_AGE_S = 3600.0
 _SWITCH_INTERVAL_S = 0.0005
 # What fits into the first flight of TCP, of ten segments, comes no sooner where it is smaller.
 _GZIP_FROM_BYTES = 14_000
@@ -195,6 +195,8 @@ def _add_middleware(
             expose_headers=["X-Request-ID", "ETag", "Location", "Retry-After"],
         )
     app.add_middleware(TrustedHostMiddleware, settings=settings)
+    # Starlette's own is around all of these: its answers would have no id and be counted nowhere.
+    app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected)
     app.add_middleware(SecurityHeadersMiddleware)
     app.add_middleware(RequestLogMiddleware, telemetry=telemetry)
 
@@ -204,8 +206,6 @@ async def _lifespan(
     app: FastAPI, *, reconciler: Reconciler, runner: SweepRunner, wal: WalCheckpointer
 ) -> AsyncIterator[None]:
     context: Context = app.state.context
-    # Kept for jobs which then were not stored, or are deleted.
-    context.security.keys.forget_orphans(time.time() - _ORPHAN_AGE_S)
     sender = WebhookSender(
         context.webhooks, context.security.master, context.settings, context.telemetry
     )

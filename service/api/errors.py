@@ -32,7 +32,6 @@ def add_error_handlers(app: FastAPI) -> None:
     app.exception_handler(SpecError)(_on_spec_error)
     app.exception_handler(RequestValidationError)(_on_invalid_request)
     app.exception_handler(HTTPException)(_on_http_error)
-    app.exception_handler(Exception)(_on_unexpected)
 
 
 def answer_error(request: Request, error: ServiceError) -> ProblemResponse:
@@ -90,7 +89,7 @@ def _on_http_error(request: Request, error: HTTPException) -> ProblemResponse:
     return _respond(request, problem)
 
 
-def _on_unexpected(request: Request, error: Exception) -> ProblemResponse:
+async def answer_unexpected(request: Request, error: Exception) -> ProblemResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     problem = ServiceError("the service failed on this request; its log says more")
     return _respond(request, problem)

@@ -1,4 +1,4 @@
-"""Retention: deletes old metric points once a minute, code uploads and exports once an hour."""
+"""Retention: deletes old metric points once a minute; code uploads, exports and secrets hourly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.metrics import prune
 from service.errors import StoreUnavailable
@@ -18,10 +19,12 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 60.0
 # Files are looked at in all run folders.
 _FILES_INTERVAL_S = 3600.0
+# Those of a job are kept before it is.
+_ORPHAN_AGE_S = 3600.0
 
 
 class Housekeeper:
-    """Deletes what the settings do not keep: metric points, uploads of code, exports.
+    """Deletes what the settings do not keep: metric points, uploads of code, exports, secrets.
 
     `clock` gives Unix seconds.
     """
@@ -49,6 +52,8 @@ class Housekeeper:
             self._remove("metric points", prune_due)
             if now >= self._files_at:
                 self._files_at = now + _FILES_INTERVAL_S
+                orphans = partial(KeyStore(store.engine).forget_orphans, now - _ORPHAN_AGE_S)
+                self._remove("secrets of no job", orphans)
                 old_code = partial(remove_old_code, settings, now, self._named_code)
                 self._remove("uploads of code", old_code)
                 self._remove("exports", partial(remove_old_exports, settings, now))

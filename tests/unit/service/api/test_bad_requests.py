@@ -165,7 +165,11 @@ def test_an_unexpected_error_is_a_problem_without_its_secrets(
 
     monkeypatch.setattr(JobStore, "get_job", fail)
     response = api.http.get("/v1/jobs/job-x")
-    problem_in(response, 500, "internal_error")
+    problem = problem_in(response, 500, "internal_error")
+    assert problem["request_id"] == response.headers["x-request-id"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+    counted = 'shardloom_request_seconds_count{method="GET",route="/v1/jobs/{job}",status="500"} 1'
+    assert counted in api.http.get("/metrics").text
     assert "hunter2" not in response.text
 
 

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.domain.models import Job, JobStatus
 from service.errors import StoreUnavailable
@@ -71,3 +72,16 @@ def test_a_database_that_is_away_is_tidied_up_later(
     monkeypatch.setattr(housekeeping, "prune", Mock(side_effect=StoreUnavailable("away")))
     Housekeeper(store, Settings(), lambda: NOW).run()
     assert "trying again: away" in caplog.text
+
+
+def test_secrets_that_no_job_or_sweep_has_any_more_are_forgotten(house: House) -> None:
+    keys = KeyStore(house.store.engine)
+    job = _running(house)
+    for owner in (job.id, "sweep-1"):
+        keys.keep_secrets(owner, {"PASSWORD": "sealed"}, house.now)
+    keeper = Housekeeper(house.store, house.settings, lambda: house.now)
+    for passed_s, kept in ((0.0, ["PASSWORD"]), (2 * 3600.0, [])):
+        house.now += passed_s
+        keeper.run()
+        assert list(keys.secrets_of("sweep-1")) == kept
+    assert list(keys.secrets_of(job.id)) == ["PASSWORD"]

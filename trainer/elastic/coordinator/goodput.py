@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal, get_args
 
 from trainer.coordination.messages import Heartbeat, Ledger
@@ -25,7 +24,6 @@ Cause = Literal["start", "recovery", "hang", "checkpoint", "validation", "redo"]
 """Why a group trained nothing that counts: it started (with its copy from a peer); it was gone, or
 waited for others to recover; it hung; it saved; it validated; its work was lost with it."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-_NUM_INTERVALS = 50
 _NUM_SYNC_INTERVALS = 21
 _NOT_TRAINING: dict[str, Cause] = {"validation": "validation", "checkpoint": "checkpoint"}
 
@@ -48,17 +46,10 @@ class GoodputMeter:
         self._useful_s = 0.0
         self._lost_s: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
         self._num_losses = 0
-        self._commits: deque[float] = deque(maxlen=_NUM_INTERVALS + 1)
 
     @property
     def num_training(self) -> int:
         return sum(slot.is_training for slot in self._slots.values())
-
-    @property
-    def commit_interval_s(self) -> float:
-        """Median time between the newest commits, 0 before the second."""
-        between = [later - earlier for earlier, later in pairwise(self._commits)]
-        return statistics.median(between) if between else 0.0
 
     def start(self, group: int, now: float) -> None:
         """The job wants this group, or a new incarnation joined: its time is lost to `start`."""
@@ -87,7 +78,6 @@ class GoodputMeter:
 
     def commit(self, now: float) -> None:
         """What all groups trained until now counts."""
-        self._commits.append(now)
         for slot in self._slots.values():
             if slot.is_training:
                 self._useful_s += self._settle(slot, now)
@@ -209,17 +199,21 @@ class RunMetrics:
             if since is not None:
                 self._intervals.append(now - since)
             return None
-        usual_s = statistics.median(self._intervals) if self._intervals else 0.0
         begun = incident.since if since is None else since
         return Recovered(
             time=now,
             generation=generation,
             commit=commit,
             cause=incident.cause,
-            pause_s=max(0.0, now - begun - usual_s),
+            pause_s=max(0.0, now - begun - self._usual_s),
             syncs_lost=incident.syncs_lost,
             num_tries=num_tries,
         )
+
+    @property
+    def _usual_s(self) -> float:
+        """Median time between the newest commits without a failure, 0 before the second."""
+        return statistics.median(self._intervals) if self._intervals else 0.0
 
     def step(self, ledger: Ledger) -> int:
         """The nominal step: one for as many rows as the whole job takes at once."""
@@ -232,6 +226,6 @@ class RunMetrics:
         durable_step = step if is_durable else ledger.led.saved_step
         values = self.goodput.metrics(now, step, durable_step) | {
             "elastic/generation": float(generation),
-            "elastic/commit_interval_s": self.goodput.commit_interval_s,
+            "elastic/commit_interval_s": self._usual_s,
         }
         return Metrics(time=now, step=step, values=values)

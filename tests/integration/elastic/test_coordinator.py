@@ -1,17 +1,14 @@
-"""Coordinator and job watch over real sockets: lost, stopped, hung and restarted processes."""
+"""Coordinator and job watch over real sockets: lost, hung and restarted processes."""
 
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,25 +27,21 @@ from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import TOKEN, make_config
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer import failures
-from trainer.coordination.agent import GroupAgent
 from trainer.coordination.authentication import authenticate
 from trainer.coordination.client import (
     CoordinatorClient,
     CoordinatorLost,
     Identity,
-    Refused,
     end_process,
 )
 from trainer.coordination.messages import (
     Answer,
     Answered,
     Arrive,
-    GroupState,
     Hello,
     Ledger,
     Numbered,
     RankProcess,
-    Report,
     Request,
     Roster,
     Round,
@@ -64,90 +57,12 @@ from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.membership import Membership
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
-from trainer.protocol.events import EVENT_ADAPTER, Event, HangFound, read_record
+from trainer.protocol.events import HangFound, read_record
 from trainer.protocol.outbox import EventWriter
-from trainer.protocol.run_dir import write_whole
 from trainer.protocol.worker_config import GroupConfig, WorkerConfig
 
-_NUM_RANKS = 2
-EPOCHS, ROWS, ROWS_PER_LEASE = 2, 400, 5
-FENCED = 3
-LEASE_S = 0.01
 # Longer than a test takes: whatever is noticed was not noticed by silence.
 _NEVER_S = scaled(60)
-
-
-class Life:
-    """One life of a rank, which copies nothing and computes nothing, but says that it did."""
-
-    def __init__(self, identity: Identity, agent: str, timeout_s: float) -> None:
-        """`agent` is where that of its group listens."""
-        self.member = CoordinatorClient(identity, lambda: agent, timeout_s, TOKEN, is_agent=True)
-        self.identity = identity
-        self.ledger = Ledger()
-        self.standing: GroupState = "initial"
-        self.verdict: RoundResult | None = None
-        self.num_heard = 0
-
-    def join(self) -> None:
-        """As a listener where somebody is current, else from the start."""
-        asked = self.member.join("listening", "", self.ledger, "")
-        self.standing = "listening" if asked.has_current else "initial"
-        self.member.join(self.standing, "seed-0", self.ledger, "")
-
-    def run(self) -> RoundResult:
-        """Until the run ends, or the group is to leave."""
-        self.join()
-        while self.verdict is None or not (self.verdict.has_finished or self.verdict.should_leave):
-            self.sync()
-        self.member.close()
-        return self.verdict
-
-    def sync(self) -> None:
-        """Train a lease, if there is one, and sync until it counts."""
-        leases = self.verdict.leases[:1] if self.verdict else ()
-        time.sleep(LEASE_S if leases else 0)
-        self.member.progress("train", LEASE_S)
-        while True:
-            round_ = self.member.arrive(self.arrival(leases))
-            vote = Vote(round=round_.round, commit=round_.commit, ok=True)
-            self.verdict = self.member.vote(vote)
-            self.ledger, self.standing = self.verdict.ledger, self.verdict.standing
-            if self.verdict.committed:
-                self.num_heard = 0 if self.standing == "initial" else self.num_heard + 1
-                return
-
-    def arrival(self, leases) -> Arrive:
-        """What the rank comes with; its report says that the run is over once all rows are."""
-        return Arrive(
-            standing=self.standing,
-            commit=self.ledger.commit,
-            leases=tuple(lease.id for lease in leases),
-            num_rows=sum(lease.num_rows for lease in leases),
-            has_copied=self.num_heard > 1,
-            report=Report(has_finished=self.ledger.epoch == EPOCHS),
-        )
-
-
-def live(identity: Identity, address: str, timeout_s: float, folder: Path) -> None:
-    """A process that lives one life; ends with exit code FENCED when it is over before its time.
-
-    The first rank of a group writes into `folder` where its agent listens.
-    """
-    die_with_parent()
-    written, agent = folder / f"agent-{identity.group}-{identity.incarnation}", None
-    if identity.rank == 0:
-        agent = GroupAgent(identity, lambda: address, timeout_s, TOKEN)
-        write_whole(written, agent.address.encode())
-    wait_until(written.exists, "the agent listens")
-    life = Life(identity, written.read_text(), timeout_s)
-    life.member.on_refusal = lambda _: os._exit(FENCED)
-    try:
-        life.run()
-    except Refused:
-        os._exit(FENCED)
-    if agent:
-        agent.close()
 
 
 def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe: Connection):
@@ -160,128 +75,27 @@ def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe:
 
 
 def start(port: int, timeout_s: float, num_groups: int, folder: Path):
-    """A coordinator on a thread; its events and what it commits go to `folder`."""
+    """A coordinator on a thread; its events go to `folder`."""
     policy = MembershipPolicy(
         num_groups,
         heartbeat_timeout_s=timeout_s,
         start_grace_s=scaled(60),
         recovery_grace_s=scaled(20),
     )
-    book = WrittenBook(folder / "commits.jsonl")
-    config = CoordinatorConfig(policy, book, folder, TOKEN, port=port)
-    return Coordinator(config)
-
-
-class WrittenBook(LeaseBook):
-    """Writes the rows of each commit to a file, under the commit's number."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        super().__init__(ROWS, EPOCHS, ROWS_PER_LEASE)
-
-    def restore(self, ledger: Ledger) -> None:
-        super().restore(ledger)
-        self._commit = ledger.commit
-
-    def commit(self, ids: Iterable[int]) -> None:
-        leases = [self._leases[lease_id][1] for lease_id in ids]
-        super().commit(lease.id for lease in leases)
-        self._commit += 1
-        rows = [(lease.epoch, *span) for lease in leases for span in lease.spans]
-        with self._path.open("a") as file:
-            file.write(json.dumps([self._commit, rows]) + "\n")
-
-
-def rows_trained(folder: Path) -> Counter[tuple[int, int]]:
-    """How often each (epoch, row) is in a commit; one that no rank heard of is made again."""
-    lines = (folder / "commits.jsonl").read_text().splitlines()
-    commits = dict(map(json.loads, lines))
-    return Counter(
-        (epoch, row)
-        for rows in commits.values()
-        for epoch, start, stop in rows
-        for row in range(start, stop)
-    )
-
-
-EVERY_ROW_ONCE = Counter({(epoch, row): 1 for epoch in range(EPOCHS) for row in range(ROWS)})
+    return Coordinator(CoordinatorConfig(policy, LeaseBook(400, 2, 5), folder, TOKEN, port=port))
 
 
 def identity(group: int, incarnation: int = 0, rank: int = 0, num_ranks: int = 1) -> Identity:
     return Identity(group, incarnation, rank, num_ranks, f"127.0.0.{group + 2}")
 
 
-def ranks_of(group: int, incarnation: int = 0) -> list[Identity]:
-    return [identity(group, incarnation, rank, _NUM_RANKS) for rank in range(_NUM_RANKS)]
-
-
 wait_until = partial(wait_for, poll_s=0.005)
-
-
-class Groups:
-    """Processes of ranks, by group."""
-
-    def __init__(self, address: str, timeout_s: float, folder: Path) -> None:
-        self.address, self.timeout_s, self.folder = address, timeout_s, folder
-        self.ranks: dict[int, list[multiprocessing.process.BaseProcess]] = {}
-
-    def start(self, group: int, incarnation: int = 0) -> None:
-        self.ranks[group] = [
-            FORK_SERVER.Process(
-                target=live,
-                args=(each, self.address, self.timeout_s, self.folder),
-                daemon=True,
-            )
-            for each in ranks_of(group, incarnation)
-        ]
-        for rank in self.ranks[group]:
-            rank.start()
-
-    def signal(self, group: int, rank: int, signum: int) -> None:
-        pid = self.ranks[group][rank].pid
-        assert pid
-        os.kill(pid, signum)
-
-    def kill(self) -> None:
-        for ranks in self.ranks.values():
-            for rank in ranks:
-                rank.kill()
-                rank.join()
 
 
 def exit_codes(ranks: Sequence[multiprocessing.process.BaseProcess]) -> list[int | None]:
     for rank in ranks:
         rank.join(scaled(60))
     return [rank.exitcode for rank in ranks]
-
-
-@contextmanager
-def training(folder: Path, num_groups: int, timeout_s: float) -> Iterator[tuple]:
-    """A coordinator on a thread of this process, with groups as processes."""
-    coordinator = start(0, timeout_s, num_groups, folder)
-    groups = Groups(coordinator.address, timeout_s, folder)
-    try:
-        for group in range(num_groups):
-            groups.start(group)
-        yield coordinator, groups
-    finally:
-        groups.kill()
-        coordinator.stop()
-
-
-def standing(coordinator, group: int, incarnation: int) -> str | None:
-    lives = {(g.group, g.incarnation): g.standing for g in coordinator.status().groups}
-    return lives.get((group, incarnation))
-
-
-def events_of(folder: Path, kind: str) -> list[Event]:
-    lines = [
-        line
-        for path in sorted((folder / "outbox").glob("coordinator-*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    found = [EVENT_ADAPTER.validate_json(line) for line in lines]
-    return [event for event in found if event.kind == kind]
 
 
 def ask(lines: BinaryIO, body: Request, kind: str) -> list[Answer]:
@@ -378,7 +192,7 @@ def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_c
     member = CoordinatorClient(identity(0), actor.get_address, _NEVER_S, TOKEN)
     try:
         member.join("initial", "seed-0", Ledger(), "")
-        for step in (("status",), ("request", "expect", []), ("request", "drop", 0, 0, "hang")):
+        for step in (("status",), ("request", "want", [], 0), ("request", "drop", 0, 0, "hang")):
             with pytest.raises(PermissionError, match="of another attempt"):
                 actor.call(bytes(32), *step)
         found = driver.status()
@@ -466,48 +280,6 @@ def test_members_travel_once_per_connection_and_their_weights_with_every_round(t
     coordinator.stop()
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["agent", "other"])
-def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path, rank: int):
-    with training(tmp_path, num_groups=3, timeout_s=_NEVER_S) as (coordinator, groups):
-        wait_until(lambda: coordinator.status().ledger.commit > 5, "the groups train")
-        groups.signal(2, rank, signal.SIGKILL)
-        killed = time.monotonic()
-        wait_until(lambda: standing(coordinator, 2, 0) is None, "the loss is noticed")
-        commit = coordinator.status().ledger.commit
-        wait_until(lambda: coordinator.status().ledger.commit > commit + 1, "the others train on")
-        pause_s = time.monotonic() - killed
-        # Or the others would have trained all rows before it is there.
-        groups.signal(0, 0, signal.SIGSTOP)
-        assert sorted(exit_codes(groups.ranks[2])) == [-signal.SIGKILL, FENCED]
-        groups.start(2, incarnation=1)
-        wait_until(lambda: standing(coordinator, 2, 1), "it is there")
-        groups.signal(0, 0, signal.SIGCONT)
-        wait_until(lambda: standing(coordinator, 2, 1) == "current", "it counts again")
-        assert [exit_codes(groups.ranks[group]) for group in range(3)] == [[0, 0]] * 3
-        assert coordinator.status().has_finished
-        assert rows_trained(tmp_path) == EVERY_ROW_ONCE
-    assert pause_s < _NEVER_S / 4
-    (lost,) = events_of(tmp_path, "group_lost")
-    assert lost.reason == "connection"
-    assert lost.message.startswith(f"rank {rank} on 127.0.0.4 ended")
-    assert [each.how for each in events_of(tmp_path, "group_joined")] == ["start"] * 3 + [
-        "peer_copy"
-    ]
-    assert events_of(tmp_path, "recovered")[0].syncs_lost <= 1
-
-
-def test_a_stopped_rank_is_missed_by_its_silence_and_ends_when_it_wakes(tmp_path: Path):
-    with training(tmp_path, num_groups=2, timeout_s=scaled(3)) as (coordinator, groups):
-        wait_until(lambda: coordinator.status().ledger.commit > 5, "the groups train")
-        groups.signal(1, 0, signal.SIGSTOP)
-        wait_until(lambda: standing(coordinator, 1, 0) is None, "the silence is noticed")
-        assert coordinator.status().departures[-1].reason == "silent"
-        groups.signal(1, 0, signal.SIGCONT)
-        assert exit_codes(groups.ranks[1]) == [FENCED, FENCED]
-        assert exit_codes(groups.ranks[0]) == [0, 0]
-        assert rows_trained(tmp_path) == EVERY_ROW_ONCE
-
-
 @contextmanager
 def coordinating(port: int, num_groups: int, folder: Path) -> Iterator[None]:
     """A coordinator in a process of its own, killed at the end."""
@@ -525,38 +297,26 @@ def coordinating(port: int, num_groups: int, folder: Path) -> Iterator[None]:
         process.join()
 
 
-def test_a_run_outlives_its_coordinators(tmp_path: Path):
-    port = free_port()
-    groups = [ranks_of(group) for group in range(2)]
-    agents = [
-        GroupAgent(first, lambda: f"127.0.0.1:{port}", _NEVER_S, TOKEN) for first, _ in groups
-    ]
-    lives = [
-        Life(each, agent.address, _NEVER_S)
-        for ranks, agent in zip(groups, agents, strict=True)
-        for each in ranks
-    ]
-    with ThreadPoolExecutor(len(lives)) as pool:
-        with coordinating(port, 2, tmp_path):
-            ends = [pool.submit(life.run) for life in lives]
-            wait_until(lambda: lives[0].ledger.commit > 5, "the groups train")
-        with coordinating(port, 2, tmp_path):
-            wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
-        with coordinating(port, 2, tmp_path):
-            verdicts = [end.result(scaled(60)) for end in ends]
-    for agent in agents:
-        agent.close()
-    assert {verdict.ledger.rows_trained for verdict in verdicts} == {EPOCHS * ROWS}
-    assert rows_trained(tmp_path) == EVERY_ROW_ONCE
-    assert not events_of(tmp_path, "group_lost")
-
-
 def meet(members: list[CoordinatorClient], pool: ThreadPoolExecutor):
     """The first round of `members`, each a group of one rank."""
     for member in members:
         member.join("initial", "seed-0", Ledger(), "")
     arrivals = [pool.submit(m.arrive, Arrive(standing="initial", commit=0)) for m in members]
     return [arrival.result(scaled(30)) for arrival in arrivals]
+
+
+def test_a_rank_whose_connection_ends_is_missed_at_once_and_its_round_fails(tmp_path: Path):
+    with (
+        with_members(tmp_path, 2) as (coordinator, members),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        first, _ = meet(members, pool)
+        members[1].close()
+        (lost,) = wait_until(lambda: coordinator.status().departures, "the loss is noticed")
+        vote = Vote(round=first.round, commit=1, ok=True)
+        assert not members[0].vote(vote).committed
+    assert (lost.group, lost.reason) == (1, "connection")
+    assert lost.message.startswith("rank 0 on 127.0.0.3 ended")
 
 
 def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path):
@@ -614,7 +374,7 @@ def test_whatever_silence_is_allowed_the_start_does_not_wait_for_ever_and_hangs_
             member.join("initial", "seed-0", Ledger(), "")
             arrival = pool.submit(member.arrive, Arrive(standing="initial", commit=0))
             arrival.result(scaled(20))
-            member.progress("train")
+            member.reporter.enter("train")
             wait_until(lambda: coordinator.status().departures, "the hang")
             assert coordinator.status().departures[0].reason == "hang"
         finally:
@@ -642,7 +402,7 @@ def take_steps(
     member.join("initial", f"run-{run_index}", Ledger(), donor="")
     for step in range(1, num_steps + 1):
         if step <= hangs_after:
-            member.progress("train", 0.01)
+            member.reporter.enter("train")
         time.sleep(0.05)
     member.close()
 

@@ -407,16 +407,21 @@ class GroupRunLoop:
         self._save_before_loss(hosts)
         self._judge_stragglers(request, hosts)
         actions = decide(self._policy, self._view(request, hosts))
-        starts = [each for each in actions if isinstance(each, Start) and not each.is_spare]
-        is_first = not self._next_incarnations
-        if is_first and len(starts) < self._policy.least:
+        num_starts = sum(isinstance(each, Start) and not each.is_spare for each in actions)
+        if not self._next_incarnations and num_starts < self._policy.least:
             actions = []
-        elif is_first:
-            self.coordinator.request("expect", [start.group for start in starts])
         self._act(actions, request)
+        self._tell_wanted(self._view(request, hosts))
         self._seek_capacity(request)
         self._report_size(request, is_steady=not actions)
         return self._check_shortage()
+
+    def _tell_wanted(self, view: View) -> None:
+        """Tell the coordinator which groups there are, once there are some, and how many lack."""
+        groups = [run.group for run in self._staying]
+        if groups:
+            num_missing = max(0, view.target - len(view.staying))
+            self.coordinator.request("want", groups, num_missing)
 
     def _judge_stragglers(self, request: ResizeRequest, hosts: Sequence[Host]) -> None:
         """Report new stragglers; the groups of those that are replaced move to other hosts."""
@@ -471,13 +476,15 @@ class GroupRunLoop:
             hosts = capacity.read_free_hosts()
             capacity.seek(need_of(self._policy, self._view(request, hosts)), hosts)
 
-    def _num_staying(self) -> int:
-        return sum(not run.is_leaving for run in self._groups)
+    @property
+    def _staying(self) -> list[GroupRun]:
+        """The groups that are no spares and are not about to leave."""
+        return [run for run in self._groups if not run.is_leaving]
 
     def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
         now = self.config.clock()
         excluded = self.record.excluded(self.config.wall_clock())
-        wanted = request.wanted_beside(self._num_staying() * self._policy.group_size)
+        wanted = request.wanted_beside(len(self._staying) * self._policy.group_size)
         return View(
             hosts=with_unseen_taken(hosts, self.runs.values()),
             groups=[run.placed for run in self.runs.values()],
@@ -565,7 +572,7 @@ class GroupRunLoop:
 
     def _check_shortage(self) -> Ended | None:
         now, attempt = self.config.clock(), self.config.attempt
-        num_groups, has_autoscaler = self._num_staying(), attempt.capacity is not None
+        num_groups, has_autoscaler = len(self._staying), attempt.capacity is not None
         is_short = self._shortage.is_due(num_groups < self._policy.least, now)
         message = (
             f"the cluster has room for {num_groups} groups of {self._policy.group_size} workers "

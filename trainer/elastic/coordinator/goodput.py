@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -56,11 +57,13 @@ class GoodputMeter:
         self._close(group, now)
         self._slots[group] = _Slot("start", now)
 
-    def replace_lost(self, spare: int, now: float) -> None:
-        """The job wants a spare from now on, in the place of a group that was lost, if one was."""
-        slots = self._slots.items()
-        self.leave(next((lost for lost, slot in slots if slot.cause == "recovery"), spare), now)
-        self.start(spare, now)
+    def want(self, groups: Collection[int], num_missing: int, now: float) -> None:
+        """The job wants these groups, and so many of those that do not train any more."""
+        gone = (each for each, slot in self._slots.items() if not slot.is_training)
+        for group in [each for each in gone if each not in groups][num_missing:]:
+            self.leave(group, now)
+        for group in set(groups) - self._slots.keys():
+            self.start(group, now)
 
     def train(self, group: int, now: float) -> None:
         """The group is current from now on; no effect on one that is already."""

@@ -266,9 +266,13 @@ class Membership:
 
     # --- requests of the driver
 
-    def expect(self, groups: Collection[int], now: float) -> list[Effect]:
-        """The job starts, or starts over, once these groups have arrived."""
-        self._expected = set(groups)
+    def want(self, groups: Collection[int], num_missing: int, now: float) -> list[Effect]:
+        """The job has these groups, which may still start, and is to get `num_missing` more.
+
+        When it starts, or starts over, it waits for no others.
+        """
+        self._expected &= set(groups)
+        self._metrics.goodput.want(groups, num_missing, now)
         self._advance(now)
         return self._take_effects()
 
@@ -278,8 +282,6 @@ class Membership:
         The last current group stays until another one is. Who has not begun goes at once.
         """
         leaving = self._groups.get(group)
-        if leaving and cause in ("resize", "drain"):
-            self._expected.discard(group)
         if leaving and leaving.is_spare:
             self._rounds.dismiss_spare(leaving, f"asked to leave: {cause}")
             self._rounds.release(leaving, cause, now)
@@ -296,7 +298,6 @@ class Membership:
         spare = self._groups.get(group)
         if spare and spare.is_spare:
             spare.standing, spare.joined_at = "listening", now
-            self._metrics.goodput.replace_lost(group, now)
             self._advance(now)
         return self._take_effects()
 

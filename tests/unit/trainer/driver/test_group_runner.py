@@ -60,7 +60,7 @@ class World:
     leaving: dict[tuple[int, int], str] = field(default_factory=dict)
     promoted: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
-    expected: list[int] = field(default_factory=list)
+    wanted: tuple[list[int], int] = ([], 0)
     is_stopped: bool = False
     room: CapacityManager | None = None
     actor_name: str = "coordinator"
@@ -171,8 +171,8 @@ class World:
     def request(self, step: str, *args: Any) -> None:
         getattr(self, step)(*args)
 
-    def expect(self, groups: Collection[int]) -> None:
-        self.expected = sorted(groups)
+    def want(self, groups: Collection[int], num_missing: int) -> None:
+        self.wanted = sorted(groups), num_missing
 
     def retire(self, group: int, cause: str) -> None:
         self.retired.append((group, cause))
@@ -224,7 +224,7 @@ def departed(group: int, reason: str) -> Departure:
 def test_groups_start_spread_and_pinned_and_the_coordinator_awaits_them(world: World) -> None:
     world.train()
     assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}
-    assert world.expected == [0, 1, 2]
+    assert world.wanted == ([0, 1, 2], 0)
     run = world.runs[1, 0][0]
     assert run.node_ids == ("node-b",)
     assert not run.waits_for_room
@@ -249,6 +249,7 @@ def test_a_lost_group_comes_back_in_another_life_on_a_free_host(world: World) ->
     assert world.look() is None
     assert world.dropped == [(1, 0)]
     assert world.hosts_in_use == {0: "a", 2: "c"}, "there is no room yet"
+    assert world.wanted == ([0, 2], 1)
     world.hosts["d"] = 1
     assert world.look() is None
     assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}
@@ -747,13 +748,14 @@ def test_a_spare_takes_the_place_of_a_lost_group_at_once_and_another_one_is_star
     world = spared
     train_with_spare(world)
     assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}
-    assert world.expected == [0, 1], "nobody waits for the spare"
+    assert world.wanted == ([0, 1], 0), "nobody waits for the spare"
     assert [run.config.group.is_spare for run, _ in world.runs.values()] == [False, False, True]
     del world.hosts["b"]
     world.end((1, 0), LOST)
     world.look()
     assert world.promoted == [2]
     assert world.hosts_in_use == {0: "a", 2: "c"}, "there is no room for another"
+    assert world.wanted == ([0, 2], 0)
     world.look()
     assert world.promoted == [2, 2], "a coordinator that was started again hears it once more"
     world.become("current", (2, 0))

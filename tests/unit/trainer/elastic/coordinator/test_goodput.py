@@ -81,6 +81,22 @@ def test_a_group_that_left_costs_nothing_more() -> None:
     assert meter.num_training == 0
 
 
+def test_no_time_is_lost_of_lost_groups_that_the_job_does_not_want_back() -> None:
+    meter = GoodputMeter()
+    meter.want([0, 1], 0, now=0)
+    for group in (0, 1):
+        meter.train(group, 10)
+    meter.commit(20)
+    meter.lose(1, 20)
+    meter.want([0], 1, now=25)
+    meter.want([0, 1, 2], 0, now=30)  # it starts again, and a spare replaces one that is drained
+    assert lost(meter, 40) == {"start": 30, "recovery": 20}
+    meter.want([0, 2], 0, now=40)  # as after a resize
+    assert lost(meter, 50) == {"start": 40, "recovery": 20}
+    meter.want([2], 0, now=50)
+    assert meter.num_training == 1, "who is asked to leave trains until then"
+
+
 ACTIONS = st.sampled_from(["start", "train", "lose", "commit", "spend"])
 HAPPENINGS = st.lists(
     st.tuples(ACTIONS, st.integers(0, 2), st.integers(0, 20), st.integers(0, 30)), max_size=30

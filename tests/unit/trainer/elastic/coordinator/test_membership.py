@@ -121,7 +121,7 @@ def test_the_first_round_does_not_wait_for_ever():
 
 def test_fewer_groups_are_enough_once_no_more_are_expected():
     world = begun_alone()
-    world.act(world.membership.expect([0], world.now))
+    world.act(world.membership.want([0], 2, world.now))
     world.run_to_commit(1)
     assert standings(world) == {0: "current"}
 
@@ -580,6 +580,7 @@ def test_a_spare_is_in_no_round_until_it_is_promoted_and_then_copies_and_trains(
     assert values["goodput/lost_s/start"] == 0, "the job does not wait for it"
     world.kill(1)
     world.act(world.membership.promote(2, world.now))
+    world.act(world.membership.want([0, 2], 0, world.now))
     world.run_until(lambda: listening(world, 2))
     world.copy_all()
     world.run_until(lambda: standings(world) == {0: "current", 2: "current"})

@@ -133,6 +133,10 @@ class MembershipMachine(RuleBasedStateMachine):
             now = self.world.now
             self.world.act(self.world.membership.drop(group, life.id.incarnation, "driver", now))
 
+    @rule(groups=st.sets(GROUPS, min_size=1), num_missing=st.integers(0, 2))
+    def want(self, groups, num_missing):
+        self.world.act(self.world.membership.want(groups, num_missing, self.world.now))
+
     @rule(group=GROUPS | st.just(SPARE), cause=st.sampled_from(["resize", "drain"]))
     def retire(self, group, cause):
         self.world.act(self.world.membership.retire(group, cause, self.world.now))

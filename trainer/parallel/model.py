@@ -110,17 +110,20 @@ def _start_equal(module: nn.Module, group: dist.ProcessGroup, device: torch.devi
         once.copy_(values)
 
 
-def dense_part(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _dense_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of each, once, without sharded embedding modules and what is in them."""
+    sharded = {each for each in module.modules() if isinstance(each, ShardedModule)}
+    return module.named_modules(sharded)  # which it takes for visited
+
+
+def dense_part(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers by name, without those of sharded embedding modules.
 
     `module` is the bare one (`DistributedModelParallel.module`), not wrapped by DDP.
     """
-    if isinstance(module, ShardedModule):
-        return
-    yield from module.named_parameters(prefix, recurse=False)
-    yield from module.named_buffers(prefix, recurse=False)
-    for name, child in module.named_children():
-        yield from dense_part(child, f"{prefix}.{name}" if prefix else name)
+    for prefix, each in _dense_modules(module):
+        yield from each.named_parameters(prefix, recurse=False)
+        yield from each.named_buffers(prefix, recurse=False)
 
 
 def compile_networks(module: nn.Module) -> None:
@@ -167,14 +170,12 @@ def stored_buffers(module: nn.Module) -> list[torch.Tensor]:
 
     As they are now: a module may replace its buffers.
     """
-    if isinstance(module, ShardedModule):
-        return []
-    own = [
+    return [
         buffer
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        for _, each in _dense_modules(module)
+        for name, buffer in each.named_buffers(recurse=False)
+        if name not in each._non_persistent_buffers_set
     ]
-    return [*own, *(each for child in module.children() for each in stored_buffers(child))]
 
 
 def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:

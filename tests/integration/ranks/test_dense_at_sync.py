@@ -146,6 +146,32 @@ def test_a_transposed_parameter_is_synced_like_any_other() -> None:
         torch.testing.assert_close(moment, mean * turned, atol=0, rtol=0)
 
 
+def _sync_under_two_names(case: Case) -> float:
+    """A buffer of a module that the network has twice, which goes on by 10 as a sync overlaps."""
+    model, spec = _from_another_seed(case)
+    norm = torch.nn.BatchNorm1d(1)
+    model.module.norm, model.module.layers = norm, torch.nn.Sequential(norm)
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    overlapped = spec.parallelism.sync.model_copy(update={"overlap": True})
+    parallelism = spec.parallelism.model_copy(update={"sync": overlapped})
+    sync = build_sync(
+        model,
+        spec.model_copy(update={"parallelism": parallelism}),
+        extra=lambda: optimizers.synced_whole(dense=True),
+    )
+    norm.running_mean.fill_(model.groups.rank)
+    sync()
+    norm.running_mean += 10
+    sync.finish()
+    sync.close()
+    return norm.running_mean.item()
+
+
+def test_the_buffers_of_a_module_with_two_names_are_averaged_once() -> None:
+    found = run_ranks(_sync_under_two_names, 4, replace(Case(4, 2), placement="inter_host"))
+    assert found == [11.0, 12.0, 11.0, 12.0]
+
+
 @patch.object(models, "dist")
 def test_all_of_the_dense_part_is_on_its_device_as_it_is_broadcast(collectives: Mock) -> None:
     """As NCCL needs it, though TorchRec makes parts of its modules on the host."""

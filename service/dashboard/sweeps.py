@@ -168,6 +168,7 @@ class SweepPage:
                     ui.label("Sweeps")
                 ui.label("/")
                 ui.label(found.id).classes("path")
+            self._fault = ui.label().classes("notice tone-warn").props("role=status")
             with ui.element("div").classes("page-head"):
                 self._head = ui.element("div").classes("heading")
                 self._links = ui.element("div").classes("course-buttons")
@@ -188,8 +189,10 @@ class SweepPage:
     async def refresh(self) -> None:
         try:
             found = await self._read()
-        except Refused:
-            return  # It was forgotten; what is shown stays.
+        except Refused as refused:
+            self._fault.set_text(f"What is shown is old, as the sweep cannot be read: {refused}")
+            return
+        self._fault.set_text("")
         if found != self._shown:
             self._show(found)
 
@@ -205,7 +208,8 @@ class SweepPage:
 
     def _show(self, found: SweepDetail) -> None:
         self._shown = found
-        ranked = [trial for trial in found.ranked if trial.job_id is not None]
+        # Those of the jobs that were not deleted.
+        ranked = [trial for trial in found.ranked if trial.status is not None]
         self._head.clear()
         with self._head:
             ui.html(fragments.render("sweep.html", sweep=found), sanitize=False)

@@ -200,6 +200,16 @@ def test_two_quick_clicks_turn_one_page_and_the_way_back_is_one_click(
 def test_pages_say_why_they_cannot_be_read_while_the_store_is_away(
     page: Page, dashboard: Dashboard, running: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    searched = (Parameter("training.epochs", values=(1, 2)),)
+    sweep = Sweep("sweep-1", "lr", {}, searched, "train/loss", 2, time.time())
+    sweeps = SweepStore(dashboard.store.engine)
+    sweeps.create(sweep)
+    for number, job_id in enumerate((running.id, "job-deleted")):
+        values = {"training.epochs": number + 1}
+        sweeps.add_trial(Trial(sweep.id, number, values, time.time(), job_id=job_id))
+    page.goto(f"/dashboard/sweeps/{sweep.id}")
+    expect(page.get_by_text("deleted")).to_be_visible()
+    expect(page.get_by_role("link", name="Compare the best")).to_have_count(0)
     locked = Mock(side_effect=StoreUnavailable("it is locked"))
     for store, name in (
         *((JobStore, each) for each in ("get_job", "list_jobs", "list_live_jobs")),
@@ -212,6 +222,7 @@ def test_pages_say_why_they_cannot_be_read_while_the_store_is_away(
     ):
         answer = page.request.get(f"{dashboard.url}/dashboard/{path}")
         assert (answer.status, "it is locked" in answer.text()) == (status, True), path
+    expect(page.get_by_text("What is shown is old")).to_be_visible(timeout=LIVE_MS)
 
 
 def test_a_new_job_begins_with_a_copy_an_example_or_nothing(

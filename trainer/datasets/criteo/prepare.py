@@ -124,7 +124,7 @@ def _num_buckets(num_rows: int, options: CriteoOptions) -> int:
 
 
 # Raised when the same options would give other bytes or facts than before.
-_METHOD = 2
+_METHOD = 3
 _WORK_BYTES_PER_ROW = 164
 
 

@@ -120,11 +120,14 @@ SCHEMA = by_column(pl.Int64(), pl.Int64(), pl.String())
 # A raw id that was not given. It sorts before every other and is counted like any other.
 MISSING = -1
 MAX_RAW_ID = 0xFFFF_FFFF
+_MAX_COUNT = 10**18 - 1
 Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
 _Rule = tuple[Kind, str, re.Pattern[str]]
-_LABEL: _Rule = ("label", "0 or 1", re.compile(r"[01]"))
-_COUNT: _Rule = ("count", "an integer of 64 bits or empty", re.compile(r"(?:[+-]?[0-9]{1,18})?"))
-_HEXADECIMAL = re.compile("(?:[0-9a-fA-F]{1,8})?")
+# What Polars takes for a number, leading blanks and zeros included: `try_parse` reads by it.
+_LABEL: _Rule = ("label", "0 or 1", re.compile(r" *(?:\+?0*[01]|-0+)"))
+_INTEGER = re.compile(r" *(?:[+-]?0*[0-9]{1,18})?")
+_COUNT: _Rule = ("count", "an integer of at most 18 digits or empty", _INTEGER)
+_HEXADECIMAL = re.compile(r"(?:\+?0*[0-9a-fA-F]{1,8}|-0+)?")
 _ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", _HEXADECIMAL)
 _WANTED = by_column(_LABEL, _COUNT, _ID)
 # A line without fault, all of it at once: many times faster than cell by cell.
@@ -162,6 +165,9 @@ def try_parse(block: bytes) -> RawClicks | None:
     if len(frame) != num_lines or label.null_count() or not label.is_between(0, 1).all():
         return None
     ids = frame.select(pl.col(ID_NAMES).str.to_integer(base=16, strict=False, dtype=pl.Int64))
+    is_count = pl.col(DENSE_NAMES).is_between(-_MAX_COUNT, _MAX_COUNT)
+    if not all(frame.select(is_count.all()).row(0)):
+        return None
     given = frame.select(pl.col(ID_NAMES).is_not_null().sum()).row(0)
     understood = ids.select(pl.col(ID_NAMES).is_between(0, MAX_RAW_ID).sum()).row(0)
     if given != understood:

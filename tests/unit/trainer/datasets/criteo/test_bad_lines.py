@@ -126,6 +126,20 @@ def test_good_lines_come_in_order_wherever_the_bad_ones_are(bad_numbers):
         assert (parse_lines(text, "day", 1)[0].ids == rows.ids).all()
 
 
+@given(
+    field=st.sampled_from(["label", "count", "raw_id"]),
+    cell=st.from_regex(r"[ ]{0,2}[+-]?(0{0,9}[0-9aF]{0,3}|[0-9]{17,20})[ ]?", fullmatch=True),
+)
+def test_whether_a_line_is_left_out_does_not_depend_on_its_neighbours(field, cell):
+    lines = [good_line(0), line(**{field: cell})]
+    found = []
+    for neighbour in (good_line(2), "?"):
+        bad = BadLines()
+        _, line_of = parse_lines("\n".join([*lines, neighbour]).encode(), "day", 1, bad)
+        found.append((1 in line_of, bad.total - (neighbour == "?")))
+    assert found[0] == found[1]
+
+
 def runs_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the runs that are written from now on."""
     made: list[int] = []

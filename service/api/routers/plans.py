@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 
 from fastapi import APIRouter, Request
-from starlette.concurrency import run_in_threadpool
 
 from service.api.deps import (
     Context,
@@ -38,6 +39,8 @@ from trainer.spec.job import JobSpec
 router = APIRouter(tags=["jobs"], route_class=ThreadRoute)
 _POLL_S = 0.25
 _MAX_CALIBRATING = 20
+# A plan may wait for minutes; those of the API are for all.
+_threads = ThreadPoolExecutor(32, "plans")
 
 
 @router.post("/v1/plans", summary="Plan a job on a cluster")
@@ -49,7 +52,10 @@ async def make_plan(
     that cannot be or is not known, 504 beyond `time_limit_s`.
     """
     limit = Limit(body.time_limit_s)
-    work = asyncio.create_task(run_in_threadpool(_planned, body, context, principal, limit))
+    run = copy_context().run
+    work = asyncio.get_running_loop().run_in_executor(
+        _threads, run, _planned, body, context, principal, limit
+    )
     try:
         while not (await asyncio.wait({work}, timeout=_POLL_S))[0]:
             if await request.is_disconnected():

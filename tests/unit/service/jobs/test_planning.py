@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import httpx
 import pytest
 import yaml
+from anyio.to_thread import current_default_thread_limiter
 
 from service.dashboard import fragments
 from service.errors import PlannerFailed, PlanTimedOut
@@ -26,7 +28,7 @@ from service.schemas.jobs import JobPlan
 from service.schemas.plans import PlansOut
 from service.settings import Settings
 from tests.harness.builders import NOW, batch, predicted_workers, spec, spec_document
-from tests.harness.service import Api, end, problem_in, shardloom
+from tests.harness.service import LOOPBACK_URL, Api, end, problem_in, shardloom
 from tests.harness.wait import scaled, wait_for
 from trainer.layout.cost import cpu_cluster
 from trainer.layout.hosts import HostFacts
@@ -352,6 +354,24 @@ def test_specs_that_cannot_be_planned_are_refused(
     )
     late = problem_in(asked(api, limit_s=0.5), 504, "plan_timed_out")
     assert "time_limit_s" in late["detail"]
+
+
+def test_a_plan_takes_none_of_the_threads_of_the_api(
+    api: Api, planning: Callable[[str], Script]
+) -> None:
+    planning(FIRST_RANK)
+    body = {"spec": spec_document(parallelism=AUTOMATIC), "cluster": CPU}
+
+    async def ask() -> int:
+        threads = current_default_thread_limiter()
+        for _ in range(int(threads.total_tokens)):
+            threads.acquire_on_behalf_of_nowait(object())
+        transport = httpx.ASGITransport(api.http.app)
+        async with httpx.AsyncClient(transport=transport, base_url=LOOPBACK_URL) as http:
+            answer = await asyncio.wait_for(http.post("/v1/plans", json=body), scaled(20))
+            return answer.status_code
+
+    assert asyncio.run(ask()) == 200
 
 
 def test_a_caller_who_hangs_up_ends_the_process(

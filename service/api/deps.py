@@ -44,12 +44,13 @@ from service.db.projects import ProjectStore
 from service.db.sweeps import SweepStore
 from service.db.webhooks import WebhookStore
 from service.domain.auth import Principal, Role
-from service.domain.models import Attempt, Job
+from service.domain.models import Attempt, EndReason, Job
+from service.domain.retries import advice_of
 from service.jobs.code_archives import check_code
 from service.jobs.export_runner import ExportRunner
 from service.jobs.planning import GroupPlanner, check_fit
 from service.jobs.run_storage import reach
-from service.jobs.submit import find_job
+from service.jobs.submit import check_places, find_job
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
 from service.reconciler.loop import Reconciler
@@ -157,7 +158,7 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
 def check_spec(
     spec: JobSpec, principal: Principal, context: Context, source: RunDir | None = None
 ) -> None:
-    """Check project, paths, cluster and code of a spec before anything is made of it.
+    """Check project, paths, cluster, code and places of a spec before anything is made of it.
 
     `source` is as of `check_code`. Raises `SpecError`, `Forbidden` and `StorageUnavailable`.
     """
@@ -165,6 +166,8 @@ def check_spec(
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
     check_code(context.settings, spec, source)
+    if not context.settings.runs_shared:
+        check_places(spec)
 
 
 def _job_of(field: str, path: str, settings: Settings) -> str | None:
@@ -350,4 +353,10 @@ VersionsDep = Annotated[frozenset[int] | None, Depends(if_match_versions)]
 def with_etag(job: Job, context: Context, response: Response) -> JobDetail:
     """A job as the body of a response, whose ETag is its version."""
     response.headers["ETag"] = f'"{job.version}"'
-    return detail_of(context.reconciler.placed(job), context.settings)
+    names = list(context.security.keys.secrets_of(job.id))
+    known: dict[str, object] = {"secret_names": names}
+    if job.reason is EndReason.RETRIES_EXHAUSTED:
+        for last in context.store.list_attempts(job.id)[-1:]:
+            known["advice"] = advice_of(job.reason, last.end_reason)
+    detail = detail_of(context.reconciler.placed(job), context.settings)
+    return detail.model_copy(update=known)

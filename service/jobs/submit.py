@@ -221,7 +221,8 @@ def submit_job(
 def check_places(spec: JobSpec) -> None:
     """Raise `SpecError` for what a job would leave on a disk of one of its hosts."""
     problems = []
-    if (spec.checkpoint.path or "").split("://")[0] not in _URL_SCHEMES:
+    path = spec.checkpoint.path  # by default on the service's own checkpoint root
+    if path is not None and path.split("://")[0] not in _URL_SCHEMES:
         message = "hosts share no folder here (SHARDLOOM_RUNS_SHARED): name one in object storage"
         problems.append(FieldProblem("checkpoint.path", "not_shared", message))
     if spec.sinks.tensorboard is not None:

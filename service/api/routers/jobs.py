@@ -204,8 +204,7 @@ def _unix_s(moment: datetime | None) -> float | None:
 @router.get("/{job}", summary="Read a job")
 def get(job: JobDep, context: ContextDep, response: Response) -> JobDetail:
     """A job by id, by a unique prefix of it, or by name (the newest of that name)."""
-    names = list(context.security.keys.secrets_of(job.id))
-    return with_etag(job, context, response).model_copy(update={"secret_names": names})
+    return with_etag(job, context, response)
 
 
 def get_request(

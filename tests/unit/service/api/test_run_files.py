@@ -494,3 +494,21 @@ def test_a_config_shows_no_token() -> None:
     config = MirrorConfig("/runs/job-1", "job-1-a0", "http://service", "sla_secret")
     assert "secret" not in repr(config)
     assert "sla_secret" not in json.dumps(str(config))
+
+
+def test_what_would_be_left_on_a_host_is_refused_of_a_dry_run_and_a_sweep_as_well(
+    house: Guarded,
+) -> None:
+    epochs = {"path": "training.epochs", "values": [1, 2]}
+    search = {"parameters": [epochs], "metric": "train/loss"}
+    for changes, field in (
+        ({"sinks": {"tensorboard": {}}}, "sinks.tensorboard"),
+        ({"checkpoint": {"path": str(TINY_DATA)}}, "checkpoint.path"),
+    ):
+        body = {"spec": spec_document(**changes)}
+        for path, extra in (("/v1/jobs?dry_run=true", {}), ("/v1/sweeps", search)):
+            answer = house.send("POST", path, "submitter", json=body | extra)
+            assert [each["path"] for each in problem_in(answer, 422, "invalid_spec")["fields"]] == [
+                field
+            ]
+    assert house.send("POST", "/v1/jobs?dry_run=true", "submitter", json={"spec": spec_document()})

@@ -350,6 +350,7 @@ def test_the_audit_log_tells_who_did_what_and_what_was_refused(house: Guarded) -
 def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
     body = {"spec": spec_document(), "secrets": {"DB_PASSWORD": "hunter2hunter2"}}
     job = house.send("POST", "/v1/jobs", "submitter", json=body).json()
+    assert job["secret_names"] == ["DB_PASSWORD"]
     house.poll()
     attempt_id = f"{job['id']}-a0"
     record = house.backend.record(attempt_id)

@@ -206,16 +206,14 @@ class TrustedHostMiddleware:
         return errors.BehindProxy() if is_proxied and self._settings.auth != "required" else None
 
     def _is_trusted(self, host: str) -> bool:
-        """Whether a Host header names us; without a list only loopback, or any if `required`."""
+        """Whether a Host header names us; without a list any does if auth is `required`."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             name = ""
-        if name in self._settings.allowed_hosts:
-            return True
-        if self._settings.auth == "required":
-            return not self._settings.allowed_hosts
-        return is_loopback(name)
+        known = self._settings.allowed_hosts
+        is_any = not known and self._settings.auth == "required"
+        return is_any or is_loopback(name) or name in map(str.lower, known)
 
 
 def is_foreign(

@@ -111,6 +111,17 @@ def test_local_mode_answers_for_names_of_loopback_only(api: Api) -> None:
         assert (answer.status_code, answer.json()["code"]) == (421, "foreign_host")
 
 
+def test_allowed_hosts_are_answered_for_in_any_case_and_loopback_beside_them(
+    open_guarded: GuardedApps,
+) -> None:
+    house = open_guarded(allowed_hosts=["Shardloom.example"])
+    for host in ("shardloom.example", "SHARDLOOM.example:8700", "127.0.0.1:8700", "localhost"):
+        answer = house.send("GET", "/v1/jobs", "viewer", headers={"Host": host})
+        assert answer.status_code == 200, host
+    answer = house.send("GET", "/v1/jobs", "viewer", headers={"Host": "evil.example"})
+    problem_in(answer, 421, "foreign_host")
+
+
 def test_local_mode_answers_no_proxy(api: Api, house: Guarded) -> None:
     for header in ("X-Forwarded-For", "Forwarded"):
         headers = {header: "203.0.113.7"}

@@ -218,6 +218,7 @@ def end_attempt(
     ended = replace(attempt, ended_at=now, end_reason=reason, message=message, collect_at=late_at)
     job = replace(job, num_failures=job.num_failures + _num_failures(attempt, reason))
     is_spent = job.num_failures > job.spec.retry.max_failures
+    num_free = (QueueState.of(job).num_free or 0) + 1
     match RULES[reason].budget:
         case Budget.NONE:
             return finish(job, reason, message, now, ended)
@@ -227,13 +228,13 @@ def end_attempt(
                 f"{job.spec.retry.max_failures}; the last one: {message}"
             )
             return finish(job, EndReason.RETRIES_EXHAUSTED, message, now, ended)
-        case Budget.FREE if ended.index + 1 >= MAX_ATTEMPTS and reason is not EndReason.PAUSED:
+        case Budget.FREE if num_free >= MAX_ATTEMPTS and reason is not EndReason.PAUSED:
             message = (
-                f"gave up after {ended.index + 1} attempts, the last of which ended without a "
-                f"fault of the job's own ({reason}): {message}"
+                f"gave up after {num_free} attempts in a row that ended without a fault of the "
+                f"job's own, the last one ({reason}): {message}"
             )
             return finish(job, EndReason.RETRIES_EXHAUSTED, message, now, ended)
-    return _paused(job, ended, now) if job.pause_requested else _requeue(job, ended, now)
+    return _paused(job, ended, now) if job.pause_requested else _requeue(job, ended, num_free, now)
 
 
 def _num_failures(attempt: Attempt, reason: EndReason) -> int:
@@ -260,13 +261,13 @@ def _paused(job: Job, ended: Attempt, now: float) -> Decision:
     return Decision(replace(rested, status=JobStatus.QUEUED), ended, timeline=(told,))
 
 
-def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
+def _requeue(job: Job, ended: Attempt, num_free: int, now: float) -> Decision:
     """Retry after a backoff that grows with failures, or with attempts if they are free."""
     assert ended.end_reason is not None
     rule = RULES[ended.end_reason]
     is_free = rule.budget is Budget.FREE
     # Attempts count like failures here, to spare a cluster that keeps losing submissions.
-    num_in_a_row = ended.index + 1 if is_free else job.num_failures
+    num_in_a_row = num_free if is_free else job.num_failures
     delay_s = backoff_s(rule, num_in_a_row, ended.id)
     allowed = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
     cost = "not counted as a failure" if is_free else allowed
@@ -278,7 +279,7 @@ def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
     data = {**end_details(job, ended), **facts}
     told = timeline_event(job, ended, now, "retry_scheduled", message, data)
     retry_at = now + delay_s
-    note = QueueState(since=retry_at).document
+    note = QueueState(since=retry_at, num_free=num_free if is_free else None).document
     queued = replace(job, status=JobStatus.QUEUED, retry_at=retry_at, message="", queue_note=note)
     return Decision(queued, ended, timeline=(told,))
 

@@ -7,13 +7,19 @@ durations end in `_s`, sizes in `_bytes`. Pure: no FastAPI, SQL or Ray.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from trainer.spec.job import JobSpec
 
+# JSON has no NaN or infinity: both travel as null, which reads back as NaN.
+Value = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 DEFAULT_PROJECT = "default"
 
 
@@ -243,7 +249,8 @@ class QueueState:
     the `workers` that it was counted with, and the most that its project's quota allows
     (`max_workers`). While it pauses: for how long its workers may save (`grace_s`), `stop_at`, when
     it is stopped whether it saved or not, once they were asked, `stop_sent` once it was, and the
-    job that preempts it, if any (`preempted_by`, as `named_for` says).
+    job that preempts it, if any (`preempted_by`, as `named_for` says). `num_free` is how many
+    attempts in a row ended at nobody's cost, since the last pause or restart.
     """
 
     position: int | None = None
@@ -255,6 +262,7 @@ class QueueState:
     stop_at: float | None = None
     stop_sent: bool | None = None
     preempted_by: str | None = None
+    num_free: int | None = None
     since: float | None = None
 
     @classmethod
@@ -389,9 +397,9 @@ class MetricPoint:
 
     step: int
     time: float
-    value: float
-    min: float
-    max: float
+    value: Value
+    min: Value
+    max: Value
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,8 @@ class SchedulerRunner:
         self._store(Decision(waiting, None, timeline=(told,)), lock)
 
     def _start(self, begun: Start, now: float, lock: Lock) -> None:
-        note = QueueState(workers=begun.workers, max_workers=begun.max_workers)
+        known = QueueState.of(begun.job)
+        note = replace(known, workers=begun.workers, max_workers=begun.max_workers)
         self._store(start(begun.job, now, note), lock)
 
     def _store(self, decision: Decision, lock: Lock) -> None:

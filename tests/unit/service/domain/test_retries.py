@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from service.domain import retries
-from service.domain.lifecycle import MAX_ATTEMPTS, decide
+from service.domain.lifecycle import MAX_ATTEMPTS, decide, request_restart, start
 from service.domain.models import (
     Attempt,
     EndReason,
@@ -18,6 +18,7 @@ from service.domain.models import (
     JobStatus,
     Observation,
     ObservedState,
+    QueueState,
     ReportedEnd,
 )
 from service.domain.retries import RULES, Budget, RetryRule, advice_of, backoff_s, next_attempt
@@ -47,7 +48,7 @@ def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_agai
 
 
 def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget() -> None:
-    spent, attempt = live_job(num_failures=99)
+    spent, attempt = live_job(num_failures=99, queue_note=QueueState(num_free=4).document)
     for reason, wait_s in (
         (EndReason.FORGOTTEN, 2.0),
         (EndReason.HOST_LOST, 2.0),
@@ -57,7 +58,7 @@ def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget() -> Non
         (EndReason.RUN_IN_USE, 30.0),
     ):
         assert RULES[reason].first_backoff_s == wait_s
-        ended = replace(reported(attempt, reason), index=4)
+        ended = reported(attempt, reason)
         again = decide(spent, ended, FAILED, NOW).job
         assert (again.status, again.num_failures) == (JobStatus.QUEUED, 99), reason
         assert again.retry_at == NOW + backoff_s(RULES[reason], 5, attempt.id)
@@ -75,14 +76,19 @@ def test_storage_that_is_away_gets_minutes_to_come_back_on_the_users_budget() ->
     assert "the endpoint does not answer" in given_up.message
 
 
-def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
+def test_what_never_gets_better_is_given_up_after_many_attempts_since_a_restart() -> None:
     job, attempt = live_job()
-    last = replace(reported(attempt, EndReason.NO_ROOM, "2 of 3 hosts"), index=MAX_ATTEMPTS - 1)
-    given_up = decide(job, last, FAILED, NOW).job
-    assert (given_up.status, given_up.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
-    assert "no_room): 2 of 3 hosts" in given_up.message
-    last_but_one = replace(last, index=MAX_ATTEMPTS - 2)
-    assert decide(job, last_but_one, FAILED, NOW).job.status is JobStatus.QUEUED
+    late = replace(reported(attempt, EndReason.NO_ROOM, "2 of 3 hosts"), index=MAX_ATTEMPTS)
+    again = decide(job, late, FAILED, NOW).job
+    assert again.retry_at == NOW + backoff_s(RULES[EndReason.NO_ROOM], 1, attempt.id)
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert again.status is JobStatus.QUEUED
+        started = start(again, NOW, QueueState.of(again))
+        again = decide(started.job, replace(late, id=started.attempt.id), FAILED, NOW).job
+    assert (again.status, again.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
+    assert "no_room): 2 of 3 hosts" in again.message
+    restarted = request_restart(again, "step-1", 1, NOW).job
+    assert QueueState.of(restarted).num_free is None
 
 
 # ---- what the next attempt does otherwise

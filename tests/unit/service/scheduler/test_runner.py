@@ -67,6 +67,17 @@ def test_a_job_waits_with_its_position_and_reason_until_its_workers_fit(house: H
     assert house.place_of(second).workers == 4
 
 
+def test_ends_at_nobodys_cost_are_counted_from_attempt_to_attempt(house: House) -> None:
+    offer(house, 4)
+    job = submit(house)
+    house.poll()
+    for num_free, reason in ((1, "host_lost"), (2, "no_room"), (None, "driver_lost")):
+        report(house, job, reason)
+        house.poll()
+        assert QueueState.of(house.store.get_job(job.id)).num_free == num_free
+        house.poll(2, every_s=400)
+
+
 def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: House) -> None:
     offer(house, 4)
     elastic = submit(house, {"min": 2, "max": 8})

@@ -17,7 +17,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
 
 from service.domain.models import DEFAULT_PROJECT, Job, JobStatus
 
@@ -73,10 +75,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Trials are compared at `min_steps`, and at each `reduction_factor`-fold of that."""
+    """Asynchronous successive halving (ASHA): trials are compared at `min_steps` and at each
+    `reduction_factor`-fold of that, and only the best 1 / `reduction_factor` go on."""
 
-    min_steps: int
-    reduction_factor: int = 3
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    min_steps: Annotated[int, Field(ge=1, le=2**53)]
+    reduction_factor: Annotated[int, Field(ge=2, le=100)] = 3
 
     def rung_step(self, rung: int) -> int:
         return self.min_steps * self.reduction_factor**rung

@@ -6,17 +6,14 @@ give as `after` for the following page, and null on the last one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from trainer.spec.base import FieldProblem
 
 Item = TypeVar("Item")
-# JSON has no NaN or infinity: both travel as null, which reads back as NaN.
-Value = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 class ApiModel(BaseModel):

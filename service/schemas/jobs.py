@@ -14,11 +14,13 @@ from service.domain.models import (
     GoneGroup,
     JobStatus,
     Member,
+    MetricPoint,
     Prediction,
     Recovery,
     RemainingPath,
+    Value,
 )
-from service.schemas.common import ApiModel, RequestModel, Value
+from service.schemas.common import ApiModel, RequestModel
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
@@ -305,21 +307,11 @@ class TimelineEventOut(ApiModel):
     data: dict[str, Any]
 
 
-class MetricPointOut(ApiModel):
-    """One downsampled bucket; `value` is the mean, `step` and `time` those of its last point."""
-
-    step: int
-    time: float
-    value: Value
-    min: Value
-    max: Value
-
-
 class MetricSeries(ApiModel):
     """Points of one metric in step order."""
 
     name: str
-    points: list[MetricPointOut]
+    points: list[MetricPoint]
 
 
 class MetricsOut(ApiModel):

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from service.domain.models import JobStatus
-from service.domain.sweeps import Direction, Parameter, SweepStatus
-from service.schemas.common import ApiModel, RequestModel, Value
+from service.domain.models import JobStatus, Value
+from service.domain.sweeps import Direction, EarlyStopping, Parameter, SweepStatus
+from service.schemas.common import ApiModel, RequestModel
 from service.schemas.jobs import Secrets
 from trainer.protocol.events import METRIC_NAME_PATTERN
 from trainer.spec.base import MAX_INTEGER
@@ -75,19 +75,23 @@ def parameter_of(text: str) -> dict[str, Any]:
     if not (separator and path and values):
         raise ValueError(f"{text!r} does not read KEY=RANGE")
     if bounds := _RANGE.fullmatch(values):
-        is_log, low, high = bool(bounds[1]), parse_document(bounds[2]), parse_document(bounds[3])
-        if not all(isinstance(each, int | float) for each in (low, high)):
-            raise ValueError(f"{values!r} does not read LOW..HIGH with two numbers")
-        return {"path": path, "low": low, "high": high, "log": is_log}
+        try:
+            low, high = (_number_in(text) for text in bounds.group(2, 3))
+        except ValueError:
+            raise ValueError(f"{values!r} does not read LOW..HIGH with two numbers") from None
+        return {"path": path, "low": low, "high": high, "log": bool(bounds[1])}
     return {"path": path, "values": parse_document(f"[{values}]")}
 
 
-class EarlyStoppingSpec(RequestModel):
-    """Asynchronous successive halving (ASHA): trials are compared at `min_steps` and at each
-    `reduction_factor`-fold of that, and only the best 1 / `reduction_factor` go on."""
-
-    min_steps: int = Field(ge=1, le=2**53)
-    reduction_factor: int = Field(default=3, ge=2, le=100)
+def _number_in(text: str) -> int | float:
+    # Not by YAML, to which 1e-4 is a text.
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 class CreateSweep(RequestModel):
@@ -103,7 +107,7 @@ class CreateSweep(RequestModel):
     num_trials: int = Field(default=20, ge=1, le=_MAX_TRIALS)
     num_parallel: int = Field(default=4, ge=1, le=_MAX_TRIALS, description="Trials at a time.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
-    early_stopping: EarlyStoppingSpec | None = None
+    early_stopping: EarlyStopping | None = None
     secrets: Secrets = Field(default={}, description="Those of every trial's job.")
 
     @model_validator(mode="after")
@@ -165,7 +169,7 @@ class SweepDetail(SweepSummary):
 
     num_parallel: int
     seed: int
-    early_stopping: EarlyStoppingSpec | None
+    early_stopping: EarlyStopping | None
     parameters: list[Parameter]
     trials: list[TrialOut]
     best: int | None

@@ -19,7 +19,6 @@ from service.schemas.jobs import (
     CheckpointOut,
     LogLine,
     LogsOut,
-    MetricPointOut,
     MetricSeries,
     MetricsOut,
     TimelineEventOut,
@@ -202,8 +201,7 @@ def get_metrics(
         points = context.store.metric_points(
             job.id, name, from_step=from_step, to_step=to_step, max_points=max_points
         )
-        shown = [MetricPointOut.model_validate(point) for point in points]
-        series.append(MetricSeries(name=name, points=shown))
+        series.append(MetricSeries(name=name, points=points))
     return MetricsOut(names=known, series=series)
 
 

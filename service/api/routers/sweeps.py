@@ -20,7 +20,7 @@ from service.api.deps import (
     current_rule,
 )
 from service.api.views import sweep_detail, sweep_summary
-from service.domain.sweeps import EarlyStopping, Sweep, direction_of, new_sweep_id
+from service.domain.sweeps import Sweep, direction_of, new_sweep_id
 from service.errors import SweepNotFound
 from service.jobs.actions import document_of
 from service.jobs.submit import check_data, with_table_sizes
@@ -64,7 +64,6 @@ def create_sweep(
     spec = validate_spec(body.spec)
     check_spec(spec, principal, context)
     check_data(spec)
-    stopping = body.early_stopping
     sweep = Sweep(
         id=new_sweep_id(),
         name=spec.name,
@@ -77,7 +76,7 @@ def create_sweep(
         num_trials=body.num_trials,
         num_parallel=body.num_parallel,
         seed=body.seed,
-        early_stopping=EarlyStopping(**stopping.model_dump()) if stopping else None,
+        early_stopping=body.early_stopping,
         created_at=time.time(),
         created_by=principal.name,
     )

@@ -74,7 +74,7 @@ def test_the_trials_are_a_table_too() -> None:
 
 
 def test_the_command_for_a_search_reads_back_as_it() -> None:
-    texts = ["optimizer.sparse.lr=log:0.01..0.3", "training.epochs=1..4", "model.arch=[1, a b],2"]
+    texts = ["optimizer.sparse.lr=log:1e-4..0.3", "training.epochs=1..4", "model.arch=[1, a b],2"]
     search = {
         "parameters": [*map(parameter_of, texts)],
         **{"metric": "validation/ne", "direction": "maximize", "search": "tpe"},

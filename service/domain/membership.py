@@ -22,6 +22,7 @@ from service.domain.models import (
     QueueState,
     Recovery,
 )
+from service.domain.sharding import failure_domain_of
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
 
@@ -156,8 +157,7 @@ def failure_domain(job: Job) -> str:
     chosen = layout_of_attempt(job)
     if chosen is not None:
         return chosen.failure_domain
-    parallelism = job.spec.parallelism
-    return parallelism.failure_domain if parallelism.is_resolved else "job"
+    return failure_domain_of(job.spec) or "job"
 
 
 def num_current(membership: Membership) -> int:

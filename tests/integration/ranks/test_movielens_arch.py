@@ -1,4 +1,4 @@
-"""The MovieLens examples in whole sessions on gloo ranks: 2D equals 1D, resume, early stopping."""
+"""The MovieLens transformer example on gloo ranks: 2D equals 1D, resume, early stopping."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.layout.cost import cpu_cluster
 from trainer.protocol.events import Metrics, Note, Progress, WorkersStarted
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
-from trainer.spec import load_spec, validate_spec
+from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import apply_overrides, parse_document
 
@@ -156,45 +156,3 @@ def test_independent_groups_accumulate_and_end_early_together(
     newest = list_committed(RunDir(tmp_path / "run").checkpoints_dir)[-1]
     assert newest.commit.plateau is not None
     assert newest.commit.plateau.num_validations == 2
-
-
-SEQUENCES = REPO / "examples" / "movielens-sequence.yaml"
-# The disliked history becomes every rated movie, weighed by how the user rated it.
-WEIGHTED = (
-    "features[5].column=history_movies",
-    "features[5].weights_column=history_ratings",
-)
-SHORT = (
-    "data.batch_size=32",
-    "training.max_steps=12",
-    "training.report_every_steps=5",
-    "training.validate_every_steps=12",
-    "checkpoint.every_steps=6",
-    "optimizer.schedule.warmup_steps=2",
-    "parallelism.divergence_check.every_syncs=1",
-)
-
-
-def sequence_config(data: Path, run_dir: Path) -> WorkerConfig:
-    """The example with weights, on small data."""
-    spec = load_spec(SEQUENCES.read_text(), [f"data.path={data}", *SHORT, *WEIGHTED])
-    return config_of(spec, run_dir)
-
-
-def test_the_sequence_example_with_weights_resumes_to_the_same_result(
-    small_movielens: Path, tmp_path: Path
-) -> None:
-    config = sequence_config(small_movielens, tmp_path)
-    straight = run_ranks(train_session, 4, config)
-    halfway, end = list_committed(RunDir(tmp_path).checkpoints_dir)
-    assert (halfway.commit.step, end.commit.step) == (6, 12)
-    shutil.rmtree(end.path)
-    resumed = run_ranks(train_session, 4, next_run(config))
-    assert resumed_step(tmp_path) == 6
-    assert resumed[0]["state"].position == straight[0]["state"].position
-    assert_alike(resumed, straight)
-    moved = set.union(*(rank["moved"] for rank in straight))
-    assert moved == {"users", "movies", "genres", "tokens", "liked_movies", "disliked_movies"}
-    (query,) = [v for name, v in straight[0]["dense"].items() if name.endswith("query")]
-    assert query.abs().sum() > 0, "the query starts at 0 and must have learned"
-    assert straight[0]["metrics"]["validation/rmse"] < 2

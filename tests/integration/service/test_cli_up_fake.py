@@ -122,28 +122,6 @@ def test_status_tells_service_and_cluster(shardloom):
     assert answer["cluster"]["backend"] == "fake"
 
 
-def test_a_job_is_planned_submitted_listed_read_and_cancelled(shardloom, spec_file):
-    plan = json.loads(shardloom.read("plan", spec_file, "--json"))
-    assert plan["sharding_groups"] == [[0, 2], [1, 3]]
-
-    submitted = shardloom("submit", spec_file, "--set", "name=first")
-    assert submitted.returncode == 0, submitted.stderr
-    job = submitted.stdout.strip()
-    wait_until_starting(shardloom, job)
-    assert job in shardloom.read("ps")
-    for command in ("show", "events", "metrics", "checkpoints", "logs"):
-        shardloom.read(command, job)
-
-    assert shardloom("cancel", "first").returncode == 0
-    with shardloom.start("follow", job) as follower:
-        output, _ = follower.communicate(timeout=scaled(60))
-    assert follower.returncode == 130
-    assert "CANCELLED" in output
-    repeated = shardloom("cancel", job)
-    assert repeated.returncode == 2
-    assert "already ended" in repeated.stderr
-
-
 def assert_ctrl_c_detaches(follower: subprocess.Popen[str], job: str) -> None:
     """Ctrl-C ends what follows a job, which says how to come back."""
     follower.send_signal(signal.SIGINT)

@@ -4,10 +4,8 @@
         job = client.submit(yaml.safe_load(open("job.yaml")))
         job = client.wait(job.id)
 
-A job is named by its id, a unique prefix of it, or its name (the newest of that name). Requests
-that are safe to repeat are retried with backoff: every GET, `resize`, `drain`, and `submit`, which
-always carries an Idempotency-Key. Nothing else is ever sent twice. What waits or follows (`wait*`,
-`follow_*`) outlasts a restart of the service. Errors: see `service.client.errors`.
+Which calls are sent again, and how jobs are named: docs/reference/sdk.md. Errors: see
+`service.client.errors`.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
     def upload_code(self, archive: bytes) -> CodeOut:
         """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
 
-        Raises `InvalidRequest` for one that cannot be unpacked safely. Safe to repeat.
+        Raises `InvalidRequest` for one that cannot be unpacked safely.
         """
         headers = {"Content-Type": "application/zip"}
         return self._request(
@@ -163,7 +161,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
     # ---- lifecycle
 
     def cancel(self, job: str, *, version: int | None = None) -> JobDetail:
-        """Ask a job to stop; raises `Conflict` if it has ended. Sent once, never retried."""
+        """Ask a job to stop; raises `Conflict` if it has ended."""
         return self._verb(job, "cancel", version=version)
 
     def pause(self, job: str, *, version: int | None = None) -> JobDetail:
@@ -205,8 +203,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         """Submit the spec of a job again, with changes; raises `InvalidRequest` for bad ones.
 
         `set` has values by dotted path, `patch` is a JSON merge patch. Secrets of the job do not
-        come along. `force` is as in `submit`. Sent again if unanswered, always with the same
-        Idempotency-Key.
+        come along. `idempotency_key` and `force` are as in `submit`.
         """
         body = {
             "name": name,
@@ -298,7 +295,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
     def request_trace(
         self, job: str, *, num_steps: int = 3, ranks: Sequence[int] = (0,)
     ) -> TraceRequested:
-        """Ask a running job to record its next steps; never sent twice.
+        """Ask a running job to record its next steps.
 
         Raises `Conflict` if the job does not run or an earlier trace is still being recorded.
         """

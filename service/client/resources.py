@@ -1,7 +1,7 @@
 """Calls of the SDK beside those of jobs: access and keys, exports, logs, sweeps, webhooks.
 
-Mixins of `service.client.client.ShardloomClient`. Times are Unix seconds. A call says where it is
-sent once; all others are repeated while the service is away. Errors: `service.client.errors`.
+Mixins of `service.client.client.ShardloomClient`. Times are Unix seconds. Errors:
+`service.client.errors`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AccessCalls(Connection):
     def create_key(
         self, name: str, roles: Mapping[str, RoleName], *, expires_in_s: float | None = None
     ) -> NewKey:
-        """Make an API key, whose text is in the answer and nowhere else. Sent once."""
+        """Make an API key, whose text is in the answer and nowhere else."""
         body = {"name": name, "roles": dict(roles), "expires_in_s": expires_in_s}
         return self._request("POST", "/v1/keys", NewKey, json=body)
 
@@ -279,7 +279,7 @@ class SweepCalls(Connection):
 
 
 class WebhookCalls(Connection):
-    """Calls about webhooks. What makes or sends something is sent once."""
+    """Calls about webhooks."""
 
     def create_webhook(
         self,

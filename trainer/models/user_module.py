@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from trainer import failures
@@ -45,6 +46,12 @@ from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec, split_path
 
 _TORCH = Path(torch.__file__).parent
+# What gloo and NCCL take.
+_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+    | {torch.complex64, torch.complex128}
+)
 # Words in errors of collectives.
 _COLLECTIVES = ("gloo", "nccl", "c10d")
 
@@ -113,6 +120,8 @@ def build_user_model(spec: JobSpec, device: torch.device) -> UserRecommender:
     if not isinstance(network, nn.Module):
         raise UserCodeError(f"model.module '{module}' must give a torch.nn.Module")
     _check_tables(network, spec, module)
+    if fault := next(_faults(network, spec), None):
+        raise UserCodeError(f"model.module '{module}': {fault}")
     # Collectives take a tensor's memory as one piece, which that of a view may not be.
     for tensor in (*network.parameters(), *network.buffers()):
         tensor.data = tensor.data.contiguous()
@@ -218,7 +227,7 @@ def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
     """The tables that the network holds are those of the spec, which sharding is planned for."""
     held = Counter(
         (config.name, config.num_embeddings, config.embedding_dim, config.data_type.name.lower())
-        for each in network.modules()
+        for _, each in network.named_modules(remove_duplicate=False)
         for config in configs_of(each)
     )
     wanted = Counter(
@@ -228,9 +237,9 @@ def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
         missing, unknown = sorted(wanted - held, key=str), sorted(held - wanted, key=str)
         raise UserCodeError(
             f"model.module '{module}': the tables of the network must be embedding_tables of the "
-            f"spec, each once (name, rows, dimension, data type); missing: {missing or 'none'}, "
-            f"unknown: {unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds "
-            "them all"
+            "spec, each once and under one name of the network (name, rows, dimension, data type); "
+            f"missing: {missing or 'none'}, unknown: {unknown or 'none'}. "
+            "trainer.models.sparse.SparseArch(spec, device) holds them all"
         )
     dynamic = {
         table
@@ -245,6 +254,25 @@ def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
             "in a collection of trainer.models.managed_collision: a plain one takes raw ids. "
             "trainer.models.sparse.SparseArch(spec, device) holds them all"
         )
+
+
+def _faults(network: nn.Module, spec: JobSpec) -> Iterator[str]:
+    """Parts of a network that collectives or optimizers do not take, in words."""
+    optimizer = spec.optimizer.dense.name
+    for name, each in network.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
+            yield f"{name} has sparse gradients, which are not averaged; leave sparse=True out"
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if is_lazy(tensor):
+            yield f"{name} gets its size from the first batch; give it to a module that is not lazy"
+        elif tensor.dtype not in _DTYPES:
+            kinds = ", ".join(sorted(str(each).removeprefix("torch.") for each in _DTYPES))
+            yield f"{name} is {tensor.dtype}, which ranks cannot exchange; take one of {kinds}"
+        elif tensor.requires_grad and tensor.is_complex() and optimizer != "adagrad":
+            yield (
+                f"{name} is {tensor.dtype}, which optimizer.dense.name {optimizer} does not train; "
+                "keep its real and imaginary parts, or take adagrad"
+            )
 
 
 def _kind(value: Any) -> str:

@@ -285,6 +285,31 @@ class Twice(Net):
 class Without(nn.Module):
     def __init__(self, spec, device):
         super().__init__()
+
+class Alias(Net):
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        self.layers = nn.ModuleList([self.bags])
+
+class Lazy(Net):
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        self.out = nn.LazyLinear(1)
+
+class Sparse(Net):
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        self.words = nn.Embedding(3, 4, sparse=True)
+
+class Short(Net):
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        self.register_buffer("ages", torch.zeros(3, dtype=torch.int16))
+
+class Complex(Net):
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 """
 
 
@@ -299,14 +324,32 @@ def with_dynamic_ids(spec: JobSpec) -> JobSpec:
 def test_tables_that_differ_from_the_spec_are_named(write: Write) -> None:
     write("own_f.py", BAGS)
     build_model(spec_of("own_f:Net"), CPU)
-    with pytest.raises(
-        UserCodeError, match=r"missing: none, unknown: \[\('tags', 11, 4, 'fp32'\), "
-    ):
-        build_model(spec_of("own_f:Twice"), CPU)
+    for module in ("Twice", "Alias"):
+        with pytest.raises(
+            UserCodeError, match=r"missing: none, unknown: \[\('tags', 11, 4, 'fp32'\), "
+        ):
+            build_model(spec_of(f"own_f:{module}"), CPU)
     missing = r"missing: \[\('tags', 11, 4, 'fp16'\), \('users', 11, 4, 'fp16'\)\], unknown: "
     for module, unknown in (("Without", "none"), ("Net", r"\[\('tags', 11, 4, 'fp32'\)")):
         with pytest.raises(UserCodeError, match=missing + unknown):
             build_model(spec_of(f"own_f:{module}", data_type="fp16"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("Lazy", "out.weight gets its size from the first batch"),
+        ("Sparse", "words has sparse gradients"),
+        ("Short", "ages is torch.int16, which ranks cannot exchange; take one of bfloat16, bool, "),
+        ("Complex", "phase is torch.complex64, which optimizer.dense.name adam does not train"),
+    ],
+)
+def test_parts_that_ranks_cannot_exchange_or_train_are_named_as_the_network_is_built(
+    write: Write, module: str, said: str
+) -> None:
+    write("own_i.py", BAGS)
+    with pytest.raises(UserCodeError, match=said):
+        build_model(spec_of(f"own_i:{module}"), CPU)
 
 
 def test_a_dynamic_table_in_a_plain_collection_is_refused(write: Write) -> None:

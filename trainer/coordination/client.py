@@ -116,8 +116,8 @@ class CoordinatorClient:
     ) -> None:
         """`locate` gives the coordinator's address (host:port), also after it was restarted.
 
-        It raises `OSError` or `ValueError` while there is none. Where it is an agent's, this rank
-        ends with that. `token` is the attempt's.
+        It raises `OSError` or `ValueError` while there is none, and `Refused` where there will be
+        none any more. Where it is an agent's, this rank ends with that. `token` is the attempt's.
         """
         self.identity, self._locate, self.token = identity, locate, token
         self._is_agent, self._has_connected = is_agent, False
@@ -246,6 +246,8 @@ class CoordinatorClient:
         while not self._is_closed and self._refusal is None:
             try:
                 self._serve_connection()
+            except Refused as error:
+                self.take_rejection(Rejection(reason="failed", message=str(error)))
             except (OSError, ValueError) as error:
                 self._problem = str(error)
                 logger.debug("the coordinator is away: %s", error)

@@ -27,6 +27,7 @@ from trainer.coordination.client import (
     CoordinatorClient,
     Dismissed,
     Identity,
+    Refused,
     end_process,
 )
 from trainer.coordination.messages import (
@@ -695,12 +696,15 @@ def connect(
 def locate(actor_name: str) -> str:
     """Address (host:port) of the coordinator, also after it was restarted.
 
-    Raises `ConnectionError` or `ValueError` while there is none.
+    Raises `ConnectionError` while there is none, and `Refused` where it was ended with its run.
     """
     import ray
     from ray.exceptions import RayError
 
-    coordinator = ray.get_actor(actor_name, namespace=ACTOR_NAMESPACE)
+    try:
+        coordinator = ray.get_actor(actor_name, namespace=ACTOR_NAMESPACE)
+    except ValueError as error:  # an actor that Ray starts again keeps its name
+        raise Refused(f"the driver has ended the run that this group is of: {error}") from error
     try:
         return str(ray.get(coordinator.get_address.remote(), timeout=LOCATE_S))
     except RayError as error:

@@ -7,8 +7,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import ray
 
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer.coordination import client
@@ -23,6 +25,7 @@ from trainer.coordination.messages import (
     Report,
     Vote,
 )
+from trainer.elastic.group_session import locate
 
 
 def hello(rank: int, commit: int = 0) -> Hello:
@@ -159,3 +162,13 @@ def test_a_worker_that_is_given_up_logs_what_nccl_is_doing(monkeypatch, caplog) 
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
     client._log_collectives()
     assert "NCCL's flight recorder, active collectives: {}" in caplog.text
+
+
+def test_a_group_that_comes_when_its_run_is_over_ends_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(ray, "get_actor", Mock(side_effect=ValueError("no such actor")))
+    agent = GroupAgent(FIRST, lambda: locate("coordinator-a0-0"), 1.0, TOKEN)
+    rank = CoordinatorClient(FIRST, lambda: agent.address, 1.0, TOKEN, is_agent=True)
+    with pytest.raises(Refused, match="the driver has ended the run that this group is of"):
+        rank.join("initial", "seed", Ledger(), "")
+    rank.close()
+    agent.close()

@@ -376,6 +376,7 @@ class Tracer:
         self._speed = speed
         self._emit = emit
         self._recording: _Recording | None = None
+        self._step = 0  # begun last
         self._queued: deque[tuple[str, int]] = deque()  # (id, number of steps)
         self._seen_version: tuple[int, int] | None = None
 
@@ -399,8 +400,9 @@ class Tracer:
 
     def begin_step(self, step: int) -> None:
         """Start a recording if one is due at `step` (counted from 1)."""
-        spec = self._spec
-        if spec and step == spec.first_step:
+        spec, before, self._step = self._spec, self._step or step - 1, step
+        if spec and before < spec.first_step <= step:
+            self._spec = None  # steps of groups may be skipped, and come again
             self._enqueue("spec", spec.num_steps, spec.ranks)
         if self._recording is None and self._queued:
             with self._speed.paused():

@@ -272,6 +272,20 @@ def test_a_trace_that_is_stopped_early_says_how_many_steps_it_has(tmp_path: Path
     assert bench.written() == [("spec-rank0.json.gz", 2, 2)]
 
 
+@pytest.mark.parametrize(
+    ("steps", "last"),
+    [([(1, 3), (6, 9)], 8), ([(1, 4), (3, 6), (5, 8)], 4), ([(5, 9)], None)],
+    ids=["skipped", "repeated", "before a resume"],
+)
+def test_the_steps_of_a_group_are_traced_once_where_it_comes_to_the_first_or_over_it(
+    tmp_path: Path, steps: list[tuple[int, int]], last: int | None
+) -> None:
+    bench = Bench(tmp_path, spec=TraceSpec(first_step=4, num_steps=3))
+    for first_and_last in steps:
+        bench.take_steps(*first_and_last)
+    assert bench.written() == ([] if last is None else [("spec-rank0.json.gz", last, 3)])
+
+
 def test_storage_that_is_away_costs_a_trace_and_a_note_only(tmp_path: Path) -> None:
     bench = Bench(tmp_path, spec=TraceSpec(first_step=1, num_steps=1))
     bench.files.traces_dir.write_text("a file where the folder should be")

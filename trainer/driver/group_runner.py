@@ -313,7 +313,9 @@ class GroupRunLoop:
             if run.is_leaving:
                 run.left_at = now
             else:
-                self._lose(run, absence_of(run, grace_s))
+                failure = absence_of(run, grace_s)
+                warn(self.config.attempt.writer, failure.message)
+                self._lose(run, failure)
 
     def _run_of(self, group: int, incarnation: int) -> GroupRun | None:
         run = self.runs.get(group)
@@ -640,7 +642,7 @@ def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
 def absence_of(run: GroupRun, absent_s: float) -> Failure:
     """The failure of a group that the coordinator has not known for so long."""
     if run.pids:
-        message = f"the coordinator has not known {run.name} for {absent_s:.0f} s"
+        message = f"{run.name} is given up: the coordinator has not known it for {absent_s:.0f} s"
         return Failure(failures.WORKERS_LOST, message)
     return Failure(
         failures.HANG,

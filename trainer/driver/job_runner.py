@@ -320,6 +320,7 @@ class JobRunner:
         future = self.launch(run)
         given_up = self._attend(run_index, current, future)
         if given_up is PAUSED_EARLY:
+            self._goodput.end(time.time(), is_lost=False)
             return given_up
         failure = future.result()
         failure = given_up if failure and given_up else failure

@@ -447,6 +447,7 @@ def test_a_pause_ends_the_attempt_at_once_while_its_workers_wait_for_room(world:
     assert world.runner.run_once(0) == PAUSED_EARLY
     assert world.launched[0].waits_for_room
     assert world.now < 5
+    assert world.told(events.Metrics), "the time that it waited is told"
 
 
 def test_while_storage_is_away_the_request_to_stop_and_the_mark_of_its_end_are_tried_again(

@@ -397,8 +397,7 @@ class LocalStack:
             address = address or _next_address(state)
             if address in self.running_hosts() or address == NODE_IP:
                 raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
-            if state.gcs_address is None or state.ray_address is None:
-                raise StackError("hosts can be added to a Ray that `shardloom up` started, only")
+            assert state.ray_address is not None
             ray = RayState(state.ray_address, self.home.token())
             # On a busy machine a part of a node may be later than Ray allows, which then ends.
             started = time.monotonic()
@@ -454,6 +453,8 @@ class LocalStack:
         state = self.running()
         if state is None:
             raise StackError("no stack runs here; `shardloom up` starts one")
+        if state.gcs_address is None:
+            raise StackError("only a Ray that `shardloom up` started has hosts of this machine")
         return state
 
 

@@ -281,6 +281,14 @@ def test_hosts_that_do_not_start_end_no_ray_that_was_there_before(monkeypatch, h
         assert home.read_state() == left, "Ctrl-C stops what is not detached"
 
 
+def test_a_ray_of_others_has_no_hosts_of_this_machine(home, monkeypatch):
+    keep_stack(home, service=THIS_PROCESS, ray_address="http://elsewhere:8265")
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    for command in (["ls"], ["add"], ["kill", "127.0.0.3"]):
+        refused = shardloom("host", *command)
+        assert (refused.exit_code, "only a Ray that" in refused.stderr) == (3, True)
+
+
 def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monkeypatch):
     def refused(match: str, **environment: str) -> None:
         stack = LocalStack(home, environment, service_command=["/nonexistent"])

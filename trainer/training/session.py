@@ -336,7 +336,7 @@ class Session:
         """What step number `step` does to the model; its loss, a scalar. Collective."""
         self.heartbeat.begin_step()
         self.tracer.begin_step(step)
-        self.lookups.sampling = self.is_report_step(step)
+        self.lookups.sampling = not self.speed.num_steps  # since the last report
         self.optimizers.begin_step(step, self.total_steps)
         if self._generators:
             seed = step_seed(self.spec.training.seed, self.rows_agreed, step, self.rank)
@@ -443,7 +443,9 @@ class Session:
         self.checkpoints.close()
         self.sync.close()
 
-    def is_report_step(self, step: int) -> bool:
+    def is_report_step(self) -> bool:
+        """Whether metrics go out after the current step."""
+        step = self.state.step
         return step % self.spec.training.report_every_steps == 0 or step == self.total_steps
 
     def report(self) -> None:

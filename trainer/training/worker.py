@@ -75,10 +75,10 @@ def _take_steps(session: Session) -> None:
             session.synchronise()
         session.tracer.end_step(session.state.step)
         session.checkpoints.poll()
-        if session.is_report_step(session.state.step):
+        if session.is_report_step():
             session.report()
         is_best = session.validate() if session.is_validation_step() else False
-        if session.is_finished and not session.is_report_step(session.state.step):
+        if session.is_finished and not session.is_report_step():
             session.report()  # validation ended the run between two reports
         is_save_due = session.is_checkpoint_step() or (
             is_best and session.spec.checkpoint.keep_best

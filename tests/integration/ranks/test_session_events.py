@@ -401,6 +401,26 @@ def test_a_report_waits_for_no_rank_and_is_not_lost_when_the_next_step_fails(
     assert 0 < reported.values["memory/host_used_share"] < 1
 
 
+def lookups_reported(config: WorkerConfig) -> list[float]:
+    """Lookups of movies in the reports of steps numbered as those of a group that skips some."""
+    session = open_session(config)
+    for (batch, _), step in zip(session.batches(), (1, 2, 3, 6, 7, 8, 11), strict=False):
+        session.run_step(batch, step, is_dense_step=True)
+        if step in (3, 7, 11):
+            session.report()
+    session.land_report()
+    session.close()
+    return [report.values["table/movies/lookups"] for report in told(config.run_dir, Metrics)]
+
+
+def test_each_report_has_the_lookups_of_one_step_whatever_steps_are_numbered(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    size = ("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null")
+    config = make_config(small_movielens, tmp_path, *size)
+    assert run_ranks(lookups_reported, 1, config) == [[32.0] * 3]
+
+
 def train_without_host_reads(config: WorkerConfig) -> int:
     """Train with each step and report watched, but for the first, which finds out what is ahead.
 

@@ -72,6 +72,7 @@ def _path(location: tuple[int | str, ...], at: str) -> str:
 _MESSAGES = {
     "extra_forbidden": "unknown field; check the spelling against `shardloom spec schema`",
     "missing": "required field is missing",
+    "model_type": "must be a mapping of fields to values",
 }
 
 

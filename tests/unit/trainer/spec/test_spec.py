@@ -73,6 +73,7 @@ nonsense=1 => nonsense extra_forbidden
 name=Not Good => name string_pattern_mismatch
 data.batch_sise=3 => data.batch_sise extra_forbidden
 training.Epochs=3 => training.Epochs extra_forbidden
+training=3 => training model_type a mapping of fields
 data.batch_size=1{"0" * 400} => data.batch_size bounds
 resources.cpus_per_worker=1.0e-320 => resources.cpus_per_worker bounds
 resources.cpus_per_worker=1.0e+300 => resources.cpus_per_worker bounds

@@ -14,10 +14,9 @@ from trainer.data.quarantine import FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.rows import FloatArray, IdLists, Rows, SparseIds, concat_lists
 from trainer.data.transforms import IdEncoder, dense_values, encoder_of
-from trainer.errors import BadValueError, ColumnError, DataError, TableTooSmallError
+from trainer.errors import BadValueError, ColumnError, TableTooSmallError
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
-from trainer.spec.tables import EmbeddingTableSpec
 from trainer.storage import Location
 
 
@@ -84,7 +83,7 @@ def layout_of(spec: JobSpec) -> RowLayout:
 
     Raises a `DataError` for a vocabulary that cannot be read, or is larger than its table.
     """
-    sizes = {table.name: _num_ids(table) for table in spec.embedding_tables}
+    sizes = {table.name: table.num_ids for table in spec.embedding_tables}
     folder = Location.parse(spec.data.path)
     inputs = {
         feature.name: _sparse_column(feature, f"features[{index}]", sizes[feature.table], folder)
@@ -113,13 +112,10 @@ def _label_columns(spec: JobSpec, index: int) -> LabelColumns:
     )
 
 
-def _num_ids(table: EmbeddingTableSpec) -> int:
-    if table.num_ids is None:
-        raise DataError(f"num_embeddings of table '{table.name}' is still 'auto'")
-    return table.num_ids
-
-
-def _sparse_column(feature: FeatureSpec, path: str, num_ids: int, folder: Location) -> InputColumn:
+def _sparse_column(
+    feature: FeatureSpec, path: str, num_ids: int | None, folder: Location
+) -> InputColumn:
+    assert num_ids is not None, "tables are sized before rows are read"
     encoder = encoder_of(feature, num_ids, folder)
     if encoder is not None and encoder.num_ids > num_ids:
         raise TableTooSmallError(

@@ -7,14 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data.decode import layout_of
 from trainer.data.inputs import resolve_inputs
 from trainer.data.manifest import load_manifest
 from trainer.data.parquet import mean_and_deviation
 from trainer.errors import (
     ColumnError,
     CorruptFileError,
-    DataError,
     ManifestError,
     SourceMissingError,
     TableTooSmallError,
@@ -56,11 +54,6 @@ def test_a_shared_table_takes_the_largest_vocabulary(make_spec, prepared):
 def test_a_column_without_vocabulary_is_named(make_spec):
     with pytest.raises(ManifestError, match=r"features\[2\]\.column.*'genres'"):
         size_tables(with_table(make_spec(), "genres_table", "auto"), {"user_id": 9, "movie_id": 9})
-
-
-def test_reading_rows_with_an_unresolved_table_is_refused(make_spec):
-    with pytest.raises(DataError, match="'tokens_table' is still 'auto'"):
-        layout_of(with_table(make_spec(), "tokens_table", "auto"))
 
 
 def with_features(spec, table, *features):

@@ -37,17 +37,6 @@ _GROUP_STREAM, _ROW_STREAM = 0, 1
 _Place = tuple[int, int]  # of a window: epoch, number
 
 
-@dataclass(frozen=True)
-class Window:
-    """Some row groups of an epoch, one after the other, and the order of their rows.
-
-    `row_order[i]` is the place, in the concatenated groups, of the window's i-th row.
-    """
-
-    row_groups: tuple[int, ...]
-    row_order: IntArray
-
-
 class EpochOrder:
     """The windows of one epoch. Rows are numbered 0 .. num_rows - 1 in the epoch's order."""
 
@@ -75,12 +64,11 @@ class EpochOrder:
         """First row of each window, and the number of rows at the end."""
         return tuple(self._starts.tolist())
 
-    def window(self, number: int) -> Window:
+    def window(self, number: int) -> tuple[tuple[int, ...], IntArray]:
+        """Its row groups, one after the other, and the place among their rows of its i-th row."""
         num_rows = int(self._starts[number + 1] - self._starts[number])
-        return Window(
-            row_groups=tuple(int(group) for group in self._windows[number]),
-            row_order=self._permutation(num_rows, _ROW_STREAM, number),
-        )
+        order = self._permutation(num_rows, _ROW_STREAM, number)
+        return tuple(self._windows[number].tolist()), order
 
     def pieces(self, rows: range) -> list[tuple[int, slice]]:
         """Cut consecutive rows of the epoch at window bounds: (window, slice of its rows)."""
@@ -141,15 +129,12 @@ def lease_windows(
 ) -> Sequence[int] | Callable[[int], tuple[int, ...]]:
     """Windows for a `LeaseBook`: row bounds of an epoch's, as `RowReader` decodes them.
 
-    None for a split that every reader keeps whole. What is returned can be pickled.
+    None for a split that every reader keeps whole.
     """
     if source.decoded_bytes <= CACHE_BYTES:
         return ()
-    return partial(_window_bounds, _order_of(source, spec, spec.data.shuffle))
-
-
-def _window_bounds(order_of: Callable[..., EpochOrder], epoch: int) -> tuple[int, ...]:
-    return order_of(epoch=epoch).bounds
+    order_of = _order_of(source, spec, spec.data.shuffle)
+    return lambda epoch: order_of(epoch=epoch).bounds
 
 
 def _order_of(source: ParquetSource, spec: JobSpec, shuffle: bool) -> Callable[..., EpochOrder]:
@@ -289,15 +274,14 @@ class RowReader:
         }
 
     def _read_window(self, epoch: int, number: int) -> _Opened:
-        window = self._order_of(epoch).window(number)
+        groups, order = self._order_of(epoch).window(number)
         if not self._keep_all:
-            return _Opened(self._decode(window.row_groups).take(window.row_order))
+            return _Opened(self._decode(groups).take(order))
         if self._whole is None:
-            self._keep(window.row_groups)
+            self._keep(groups)
         if self._whole is None:
-            kept = concat_rows([self._kept[group] for group in window.row_groups])
-            return _Opened(kept, window.row_order)
-        return _Opened(self._whole, self._source.row_numbers(window.row_groups)[window.row_order])
+            return _Opened(concat_rows([self._kept[group] for group in groups]), order)
+        return _Opened(self._whole, self._source.row_numbers(groups)[order])
 
     def _keep(self, row_groups: tuple[int, ...]) -> None:
         """Decode those of these row groups that are not yet."""

@@ -89,20 +89,17 @@ def _as_known(
         for each in sweep.parameters
     }
     value, job = observed.value(sweep.metric), observed.job
-    is_number = value is not None and not math.isnan(value)
+    outcome: dict[str, Any]
     if observed.is_active:
-        return create_trial(state=TrialState.RUNNING, params=params, distributions=dict(space))
-    if not is_number:
-        return create_trial(state=TrialState.FAIL, params=params, distributions=dict(space))
-    if job is not None and job.status is JobStatus.SUCCEEDED:
-        return create_trial(value=value, params=params, distributions=dict(space))
-    reached = {job.progress.step if job else 0: value}
-    return create_trial(
-        state=TrialState.PRUNED,
-        params=params,
-        distributions=dict(space),
-        intermediate_values=reached,  # type: ignore[arg-type]
-    )
+        outcome = {"state": TrialState.RUNNING}
+    elif value is None or math.isnan(value):
+        outcome = {"state": TrialState.FAIL}
+    elif job is not None and job.status is JobStatus.SUCCEEDED:
+        outcome = {"value": value}
+    else:
+        reached = {job.progress.step if job else 0: value}
+        outcome = {"state": TrialState.PRUNED, "intermediate_values": reached}
+    return create_trial(params=params, distributions=dict(space), **outcome)
 
 
 def spec_of_trial(sweep: Sweep, number: int, values: Mapping[str, Any]) -> JobSpec:

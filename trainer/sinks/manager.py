@@ -8,8 +8,6 @@ import os
 import time
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from trainer.protocol.events import Note
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
@@ -31,7 +29,7 @@ def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWrite
     try:
         document = json.loads(run_dir.attempt(attempt_id).spec_path.read_bytes())
         wanted = SinksSpec.model_validate(document.get("sinks") or {})
-    except (OSError, ValueError, AttributeError, ValidationError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         logger.warning("no sinks: %s", error)
         return []
     sinks: list[Sink] = []

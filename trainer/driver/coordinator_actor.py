@@ -12,12 +12,14 @@ import ray
 import ray.util
 from ray.exceptions import RayError
 
-from trainer.driver.attempt import Attempt
+from trainer import failures
+from trainer.driver.attempt import Attempt, AttemptFailed
 from trainer.driver.cluster import NODE_ID_LABEL
 from trainer.driver.process_log import start_log
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, prepare_process
+from trainer.failures import Failure
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE
 
@@ -65,7 +67,7 @@ class RayCoordinator:
     """
 
     def __init__(self, attempt: Attempt, run_index: int) -> None:
-        """Start it and wait until it listens; raises a Ray error when it does not."""
+        """Start it and wait until it listens; raises `AttemptFailed` when it does not."""
         self._token = attempt.token
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = CoordinatorConfig(
@@ -84,7 +86,15 @@ class RayCoordinator:
             max_concurrency=8,
             label_selector={NODE_ID_LABEL: ray.get_runtime_context().get_node_id()},
         ).remote(config)
-        ray.get(self._actor.get_address.remote(), timeout=_START_S)
+        try:
+            ray.get(self._actor.get_address.remote(), timeout=_START_S)
+        except RayError as error:
+            message = (
+                f"the coordinator of the groups did not start within {_START_S:.0f} s "
+                f"({failures.described(error)}): is the head node short of CPUs or memory, or run "
+                "storage away? The log `coordinator` and Ray's own say more"
+            )
+            raise AttemptFailed(Failure(failures.WORKERS_LOST, message)) from error
 
     def status(self) -> CoordinatorStatus | None:
         """Everything it knows; None, which means nothing, when it did not answer."""

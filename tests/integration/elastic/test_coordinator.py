@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 import uvloop
+from ray.exceptions import GetTimeoutError
 
 from tests.harness.processes import die_with_parent
 from tests.harness.ranks import FORK_SERVER
@@ -49,7 +50,7 @@ from trainer.coordination.messages import (
     Vote,
 )
 from trainer.driver import coordinator_actor
-from trainer.driver.attempt import Attempt, DriverContext
+from trainer.driver.attempt import Attempt, AttemptFailed, DriverContext
 from trainer.driver.coordinator_actor import CoordinatorActor, RayCoordinator
 from trainer.driver.job_runner import HangMonitor
 from trainer.elastic import group_session
@@ -170,6 +171,19 @@ def test_an_actor_that_cannot_start_ends_for_ray_to_start_it_again(tmp_path: Pat
     monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
         CoordinatorActor(config)
+
+
+def test_a_coordinator_that_does_not_start_costs_a_try_and_no_job(
+    small_movielens: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(coordinator_actor, "ray", Mock())
+    ray: Any = coordinator_actor.ray
+    ray.util.get_node_ip_address.return_value = "127.0.0.1"
+    ray.get.side_effect = GetTimeoutError("Get timed out")
+    attempt = attempt_of(make_config(small_movielens, tmp_path, "parallelism.placement=inter_host"))
+    with pytest.raises(AttemptFailed, match="did not start within 60 s") as caught:
+        RayCoordinator(attempt, 0)
+    assert caught.value.failure.reason == failures.WORKERS_LOST
 
 
 def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_call(

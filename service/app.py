@@ -134,6 +134,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         dependencies=[Depends(authorize)],
         redoc_url=None,
         static_url="/docs/assets",
+        responses=openapi.RESPONSES,
     )
     exports = ExportRunner(store, settings, secrets_of=security.read_secrets)
     app.state.context = Context(

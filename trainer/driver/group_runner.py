@@ -100,8 +100,8 @@ class GroupRun:
     """One incarnation of a group: `hosts` has the host of each rank, `future` how it ended.
 
     `pids` go by host, once the coordinator knows the group. One that `is_spare` waits to be
-    promoted. `was_current` stays true when the group was current once. `leave_cause` is why it was
-    asked to leave, which it did at `left_at`; `lost_at` is when it was given up, `absent_since`
+    promoted. `was_current` stays true when the group was current once. `leave_cause` is why it is
+    to leave, which it did at `left_at`; `lost_at` is when it was given up, `absent_since`
     from when on the coordinator has not known it, at first since its start.
     """
 
@@ -111,7 +111,6 @@ class GroupRun:
     future: Future[Failure | None]
     is_spare: bool = False
     was_current: bool = False
-    is_leaving: bool = False
     leave_cause: str | None = None
     left_at: float | None = None
     lost_at: float | None = None
@@ -134,13 +133,12 @@ class GroupRun:
         phase: GroupPhase = "training" if self.was_current else "starting"
         if self.is_spare and self.pids:
             phase = "idle"
-        phase = "leaving" if self.is_leaving else phase
+        phase = "leaving" if self.leave_cause else phase
         return PlacedGroup(self.group, self.hosts, phase, self.is_spare)
 
     def apply(self, status: GroupStatus) -> None:
         self.absent_since = None
         self.was_current |= status.standing == "current"
-        self.is_leaving |= status.leave_cause is not None
         for host, pid in status.processes:
             self.pids.setdefault(host, set()).add(pid)
 
@@ -285,7 +283,7 @@ class GroupRunLoop:
             if run and departure.is_lost:
                 self._lose(run, failure_of(departure, run.hosts))
             elif run and not run.has_left:
-                run.is_leaving, run.left_at = True, self.config.clock()
+                run.leave_cause, run.left_at = departure.reason, self.config.clock()
                 if departure.reason == "poisoned":
                     # The last copy: the coordinator goes on from a checkpoint, without its rows.
                     self._has_trained, self._failures.last = False, None
@@ -310,7 +308,7 @@ class GroupRunLoop:
             grace_s = returning_s if run.pids else starting_s
             if now - run.absent_since <= grace_s or self._has_finished:
                 continue
-            if run.is_leaving:
+            if run.leave_cause:
                 run.left_at = now
             else:
                 failure = absence_of(run, grace_s)
@@ -481,7 +479,7 @@ class GroupRunLoop:
     @property
     def _staying(self) -> list[GroupRun]:
         """The groups that are no spares and are not about to leave."""
-        return [run for run in self._groups if not run.is_leaving]
+        return [run for run in self._groups if not run.leave_cause]
 
     def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
         now = self.config.clock()
@@ -546,7 +544,7 @@ class GroupRunLoop:
         run, cause = self.runs[action.group], str(action.cause)
         if cause == "drain" and self._slow_hosts & set(run.hosts) - request.drain_hosts:
             cause = "straggler"
-        run.is_leaving, run.leave_cause = True, cause
+        run.leave_cause = cause
         self.coordinator.request("retire", action.group, cause)
         logger.info("%s shall leave: %s", run.name, cause)
         if run.is_spare:
@@ -557,7 +555,7 @@ class GroupRunLoop:
     def _report_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
         """Report another number of workers once no group comes or goes."""
         runs = self._groups
-        is_steady &= all(run.was_current and not run.is_leaving for run in runs)
+        is_steady &= all(run.was_current and not run.leave_cause for run in runs)
         if not runs or not is_steady:
             return
         size = len(runs) * self._policy.group_size

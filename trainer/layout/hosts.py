@@ -121,16 +121,19 @@ def rooms(spec: JobSpec, hosts: Sequence[HostFacts], *, use_gpu: bool) -> tuple[
     )
 
 
-def worker_bytes(spec: JobSpec, hosts: Sequence[HostFacts], *, use_gpu: bool) -> int | None:
-    """Memory of the poorest worker that the hosts have room for; None where it is not known."""
-    room = rooms(spec, hosts, use_gpu=use_gpu)
+def worker_bytes(
+    spec: JobSpec, hosts: Sequence[HostFacts], *, use_gpu: bool
+) -> tuple[int | None, int | None]:
+    """Memory of the poorest worker that the hosts have room for, and its share of its host's; None
+    where that is not known."""
+    room, most = rooms(spec, hosts, use_gpu=use_gpu), spec.parallelism.world_size
     usable = [(host, num) for host, num in zip(hosts, room, strict=True) if num]
-    if use_gpu:
-        sizes = [host.gpu_memory_bytes for host, _ in usable]
-        return min(sizes) if sizes and all(sizes) else None
-    most = spec.parallelism.world_size
     shares = [host.memory_bytes // min(num, most) for host, num in usable if host.memory_bytes]
-    return min(shares, default=None)
+    share = min(shares, default=None)
+    if not use_gpu:
+        return share, share
+    sizes = [host.gpu_memory_bytes for host, _ in usable]
+    return min(sizes) if sizes and all(sizes) else None, share
 
 
 def hosts_to_come(
@@ -152,13 +155,15 @@ class Site:
     """A cluster as one job finds it, at its largest.
 
     `room` has the workers that fit on each of `hosts`, which are in order of their addresses;
-    `worker_bytes` is the memory of the poorest worker, None where it is not known.
+    `worker_bytes` is the memory of the poorest worker, `host_bytes` its share of its host's, None
+    where that is not known.
     """
 
     use_gpu: bool
     hosts: tuple[HostFacts, ...]
     room: tuple[int, ...]
     worker_bytes: int | None
+    host_bytes: int | None
 
 
 def site_of(
@@ -179,7 +184,7 @@ def site_of(
     if max_workers is not None:
         found = hosts_to_come(spec, found, max_workers, use_gpu=use_gpu)
     room = rooms(spec, found, use_gpu=use_gpu)
-    return Site(use_gpu, found, room, worker_bytes(spec, found, use_gpu=use_gpu))
+    return Site(use_gpu, found, room, *worker_bytes(spec, found, use_gpu=use_gpu))
 
 
 def described(site: Site) -> Cluster:
@@ -197,7 +202,7 @@ def described(site: Site) -> Cluster:
             f"the memory of the cluster's {what} is not known; describe the cluster to plan for"
         )
     if site.use_gpu:
-        gpu = next(host.gpu for host in site.hosts if host.num_gpus)
+        gpu = next(host.gpu for host, num in zip(site.hosts, room, strict=True) if num)
         cluster = replace(gpu_cluster_of_ray(gpu, most), hbm_bytes=site.worker_bytes)
     else:
         cluster = cpu_cluster(most, site.worker_bytes)

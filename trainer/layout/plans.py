@@ -80,9 +80,7 @@ class PlanSite:
     @classmethod
     def of_site(cls, site: Site) -> PlanSite:
         """The hosts that Ray tells of; raises `ClusterError` where too little is known of them."""
-        places = zip(site.hosts, site.room, strict=True)
-        shares = (host.memory_bytes // num for host, num in places if num and host.memory_bytes)
-        return cls(described(site), site.room, min(shares, default=_ENOUGH_BYTES))
+        return cls(described(site), site.room, site.host_bytes or _ENOUGH_BYTES)
 
     def grown_for(self, spec: JobSpec) -> PlanSite:
         """The same hosts, or as many more as the spec's workers take of a cluster without end."""

@@ -45,8 +45,8 @@ def test_a_host_takes_as_many_workers_as_its_scarcest_resource_allows() -> None:
 def test_room_and_memory_are_counted_in_what_a_worker_asks_for() -> None:
     halves = job(cpus_per_worker=0.5)
     assert rooms(halves, hosts(2, 1.4), use_gpu=False) == (4, 2)
-    assert worker_bytes(halves, hosts(2, 1, memory_bytes=800), use_gpu=False) == 200
-    assert worker_bytes(halves, hosts(2, memory_bytes=0), use_gpu=False) is None
+    assert worker_bytes(halves, hosts(2, 1, memory_bytes=800), use_gpu=False) == (200, 200)
+    assert worker_bytes(halves, hosts(2, memory_bytes=0), use_gpu=False) == (None, None)
     assert rooms(job(), hosts(8, 8, gpus=2), use_gpu=True) == (2, 2)
 
 

@@ -276,6 +276,12 @@ def test_the_cluster_of_the_service_is_described_by_what_ray_says_of_it() -> Non
     site = PlanSite.of_site(site_of(spec, [gpu]))
     assert (site.cluster.device, site.room) == ("cuda", (8,))
     assert site.host_memory_bytes == 8 * GIB
+    few = spec_of(4, parallelism=AUTO | {"workers": 2})
+    assert PlanSite.of_site(site_of(few, [gpu])).host_memory_bytes == 32 * GIB
+    head = HostFacts("0", 0, 1, 64 * GIB, "T4")  # without room for a worker
+    assert PlanSite.of_site(site_of(spec, [head, gpu])).cluster == replace(
+        site.cluster, num_hosts=2
+    )
     assert PlanSite.of_site(site_of(spec, [replace(gpu, memory_bytes=0)])).host_memory_bytes > 1e15
     assert site.cluster.hbm_bytes_per_s == cluster_of("8xH100-80GB").hbm_bytes_per_s
     cpu = PlanSite.of_site(site_of(spec, [HostFacts("a", 8, 0, 64 * GIB)]))

@@ -413,6 +413,11 @@ def _lose_peers(groups: Groups, gone_on: Path) -> dict[str, Any]:
     return {"hashes": life.hashes, "times_s": times_s, "reports": reports}
 
 
+def _hangs(gone_on: Path) -> Path:
+    """A file that is there once the group hangs."""
+    return gone_on.with_name("hangs")
+
+
 def _fail_in_exchange(life: Life, gone_on: Path | None) -> dict[str, Any]:
     """Leave the others waiting: with a closed connection, or an open one until they went on."""
     form_means = PendingSync.form_means
@@ -421,6 +426,7 @@ def _fail_in_exchange(life: Life, gone_on: Path | None) -> dict[str, Any]:
         if gone_on is None:
             life.end()
             raise ConnectionError("it died")
+        _hangs(gone_on).touch()
         wait_for(gone_on.exists, "a commit of the others")
         form_means(pending)
 
@@ -431,25 +437,21 @@ def _fail_in_exchange(life: Life, gone_on: Path | None) -> dict[str, Any]:
     return {"hashes": life.hashes}
 
 
-def _drop_the_hung(coordinator: Coordinator, is_over: threading.Event) -> None:
-    """Drop group 1 once it is overdue in the fifth sync: what the watch for hangs does, sooner."""
-    while coordinator.status().ledger.commit < 4 and not is_over.is_set():
-        time.sleep(0.02)
-    time.sleep(0.7)
+def _drop_the_hung(coordinator: Coordinator, hangs: Path) -> None:
+    """Drop group 1 once it stands in the fifth sync: what the watch for hangs does, sooner."""
+    wait_for(hangs.exists, "group 1 to hang", 120)
     coordinator.request("drop", 1, 0, "hang")
 
 
 def test_the_others_go_on_when_a_group_dies_or_hangs_in_the_middle_of_an_exchange(
     tmp_path: Path,
 ) -> None:
-    coordinator, is_over = open_coordinator(3, tmp_path), threading.Event()
-    dropping = threading.Thread(target=_drop_the_hung, args=(coordinator, is_over))
+    coordinator, gone_on = open_coordinator(3, tmp_path), tmp_path / "gone_on"
+    dropping = threading.Thread(target=_drop_the_hung, args=(coordinator, _hangs(gone_on)))
     dropping.start()
     try:
-        groups = Groups(coordinator.address, 1)
-        found = run_ranks(_lose_peers, 3, groups, tmp_path / "gone_on", fresh=True)
+        found = run_ranks(_lose_peers, 3, Groups(coordinator.address, 1), gone_on, fresh=True)
     finally:
-        is_over.set()
         dropping.join()
         coordinator.stop()
     assert_all_equal([each["hashes"] for each in found], 1)

@@ -122,7 +122,7 @@ def measure(config: WorkerConfig, num_faults: int) -> Values:
         ledger = committed[-1]
         ended = next(each["time"] for each in committed if each["commit"] == ledger["commit"])
         return {
-            "rows_per_s": NUM_TRAIN_ROWS / (ended - committed[0]["time"]),
+            "rows_per_s": ledger["rows_trained"] / (ended - committed[0]["time"]),
             "ne": ledger["metrics"]["validation/ne"],
             "num_faults": float(strikes),
         }

@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import IO, Any
 
 from service.db.jobs import JobStore
@@ -25,27 +26,39 @@ from service.errors import (
 )
 from service.jobs.actions import retry_if_stale
 from service.jobs.run_storage import write_json
-from service.schemas.jobs import TraceRequested
 from trainer.protocol.run_dir import RunDir, trace_name
 from trainer.protocol.untrusted import NotRegular, open_folder, open_untrusted
 from trainer.spec.base import FieldProblem
 
 # A request that brought nothing for so long does not stand in the way of another.
 PATIENCE_S = 600.0
-# Of a request, what its file and the timeline have.
-_TOLD = {"id", "num_steps", "ranks"}
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """Steps that somebody wants traced on some ranks of an attempt."""
+
+    id: str
+    attempt_id: str
+    num_steps: int
+    ranks: tuple[int, ...]
+
+    @property
+    def document(self) -> dict[str, object]:
+        """As in the file for the workers, and in the timeline."""
+        return {"id": self.id, "num_steps": self.num_steps, "ranks": list(self.ranks)}
 
 
 def request_trace(
     store: JobStore, run_dir: RunDir, job_id: str, num_steps: int, ranks: Sequence[int]
-) -> TraceRequested:
+) -> TraceRequest:
     """Ask the workers of a running job for a trace of their next steps.
 
     Raises `JobNotFound`, `InvalidRequest`, and as conflicts `JobNotRunning` and `TracePending`;
     `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
     """
 
-    def attempt() -> TraceRequested:
+    def attempt() -> TraceRequest:
         job = store.get_job(job_id)
         request = _new_request(job, num_steps, ranks)
         now = time.time()
@@ -60,7 +73,7 @@ def request_trace(
                 # The version of the job lets one of two requests through, and a stopping job none.
                 store.update_job(job, timeline=[event])
             is_told = True
-            write_json(path, request.model_dump(include=_TOLD), run_dir.runs_dir)
+            write_json(path, request.document, run_dir.runs_dir)
         except OSError as error:
             if is_told:
                 _withdraw(store, job_id, request, str(error))
@@ -70,7 +83,7 @@ def request_trace(
     return retry_if_stale(attempt)()
 
 
-def _withdraw(store: JobStore, job_id: str, request: TraceRequested, cause: str) -> None:
+def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -> None:
     """Tell that a request never reached the workers, so that the next one need not wait for it.
 
     Where others keep writing the job it is left to `PATIENCE_S`.
@@ -86,7 +99,7 @@ def _withdraw(store: JobStore, job_id: str, request: TraceRequested, cause: str)
         retry_if_stale(attempt)()
 
 
-def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequested:
+def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest:
     world_size = job.spec.parallelism.world_size
     unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
     if unknown:
@@ -94,22 +107,14 @@ def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest
         raise InvalidRequest([FieldProblem(f"ranks[{each}]", "rank", message) for each in unknown])
     if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
         raise JobNotRunning(job.id, "to trace", job.status)
-    chosen = sorted(set(ranks))
-    request_id = f"t-{secrets.token_hex(4)}"
-    names = [trace_name(request_id, rank) for rank in chosen]
-    return TraceRequested(
-        id=request_id,
-        attempt_id=job.current_attempt_id,
-        num_steps=num_steps,
-        ranks=chosen,
-        names=names,
-    )
+    chosen = tuple(sorted(set(ranks)))
+    return TraceRequest(f"t-{secrets.token_hex(4)}", job.current_attempt_id, num_steps, chosen)
 
 
 def _event(
-    job: Job, request: TraceRequested, now: float, kind: str, message: str, actor: str
+    job: Job, request: TraceRequest, now: float, kind: str, message: str, actor: str
 ) -> TimelineEvent:
-    attempt_id, data = request.attempt_id, request.model_dump(include=_TOLD)
+    attempt_id, data = request.attempt_id, request.document
     return TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, data)
 
 

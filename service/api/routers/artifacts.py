@@ -33,6 +33,7 @@ from service.schemas.jobs import (
     RequestTrace,
     TraceRequested,
 )
+from trainer.protocol.run_dir import trace_name
 
 code_router = APIRouter(prefix="/v1/code", tags=["code"], route_class=ThreadRoute)
 MEDIA_TYPE = "application/zip"
@@ -152,7 +153,8 @@ def post_trace(body: RequestTrace, job: JobDep, context: ContextDep) -> TraceReq
     409 if the job does not run, or an earlier request is still being answered.
     """
     run_dir = run_dir_of(context.settings, job.id)
-    return request_trace(context.store, run_dir, job.id, body.num_steps, body.ranks)
+    asked = request_trace(context.store, run_dir, job.id, body.num_steps, body.ranks)
+    return TraceRequested(**vars(asked), names=[trace_name(asked.id, rank) for rank in asked.ranks])
 
 
 @traces_router.get("", summary="Traces of a job")

@@ -170,22 +170,15 @@ def layout_chosen(choice: Choice) -> events.LayoutChosen:
 def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
     """Train to the end with restarts within the retry budget; None if completed.
 
-    Raises `AttemptFailed`.
+    Raises `SpecError`, `DataError` or `AttemptFailed`.
     """
-    try:
-        attempt = open_attempt(context, writer)
-        failure = run_with_restarts(attempt, runner_for(attempt))
-        if attempt.capacity:
-            attempt.capacity.close()
-        if failure is None:
-            export_on_success(attempt.spec, RunDir(context.run_dir), writer.write)
-        return failure
-    except SpecError as error:
-        return Failure(failures.BAD_SPEC, str(error))
-    except DataError as error:
-        comes_back = isinstance(error, StorageError) and not isinstance(error, StorageRefusedError)
-        reason = failures.STORAGE_ERROR if comes_back else failures.DATA_ERROR
-        return Failure(reason, str(error))
+    attempt = open_attempt(context, writer)
+    failure = run_with_restarts(attempt, runner_for(attempt))
+    if attempt.capacity:
+        attempt.capacity.close()
+    if failure is None:
+        export_on_success(attempt.spec, RunDir(context.run_dir), writer.write)
+    return failure
 
 
 def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
@@ -325,10 +318,12 @@ def end_attempt(
             failure = run_until_stopped(context, writer)
             if failure is None:
                 return _completed(context)
-    except StorageError as error:
-        # Nothing that was trained is lost: the next attempt finds it complete.
-        is_refused = isinstance(error, StorageRefusedError)
-        failure = Failure(failures.DATA_ERROR if is_refused else failures.STORAGE_ERROR, str(error))
+    except SpecError as error:
+        failure = Failure(failures.BAD_SPEC, str(error))
+    except DataError as error:
+        # Nothing that was trained is lost with storage: the next attempt finds it.
+        comes_back = isinstance(error, StorageError) and not isinstance(error, StorageRefusedError)
+        failure = Failure(failures.STORAGE_ERROR if comes_back else failures.DATA_ERROR, str(error))
     except AttemptFailed as error:
         failure = error.failure
     except KeyboardInterrupt:

@@ -183,7 +183,8 @@ def test_storage_that_is_away_is_told_from_data_that_are_bad(
     with pytest.raises(failures.WorkerFailure) as caught, named_failures():
         raise error
     assert (caught.value.reason, caught.value.message) == (reason, str(error))
-    monkeypatch.setattr(main, "open_attempt", Mock(side_effect=error))
+    monkeypatch.setattr(main, "check_versions", lambda: [])
+    monkeypatch.setattr(main, "run_until_stopped", Mock(side_effect=error))
     context = DriverContext("job-1", "job-1-a0", tmp_path, None, 0)
-    ended = main.run_attempt(context, EventWriter(tmp_path / "driver.jsonl"))
-    assert ended == failures.Failure(reason, str(error))
+    ended = main.end_attempt(context, EventWriter(tmp_path / "driver.jsonl"))
+    assert (ended.reason, ended.message) == (reason, str(error))

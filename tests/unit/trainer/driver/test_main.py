@@ -58,12 +58,14 @@ def attempt(context: DriverContext) -> Attempt:
     return Attempt(context, spec(), EventWriter(context.files.stream_path("driver")))
 
 
-def test_a_bad_spec_ends_the_attempt_with_its_fields(context: DriverContext) -> None:
-    writer = EventWriter(context.files.stream_path("driver"))
-    failure = main.run_attempt(context, writer)
-    assert failure is not None
-    assert failure.reason == failures.BAD_SPEC
-    assert "embedding_tables" in failure.message
+def test_a_bad_spec_ends_the_attempt_with_its_fields(
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "check_versions", lambda: [])
+    monkeypatch.setattr(main, "run_until_stopped", main.run_attempt)
+    ended = main.end_attempt(context, EventWriter(context.files.stream_path("driver")))
+    assert ended.reason == failures.BAD_SPEC
+    assert "embedding_tables" in ended.message
 
 
 @pytest.mark.parametrize(

@@ -324,11 +324,6 @@ class HostRecord:
             time=now, host=host, num_failures=num_failures, until=until, reason=reason
         )
 
-    def exclude_slow(self, found: StragglerFound, now: float) -> HostExcluded:
-        """Leave the host of a straggler out."""
-        slow = f"is {found.slowdown:.1f} times as slow as the others (rank {found.rank})"
-        return self.exclude(found.host, slow, now)
-
     def excluded(self, now: float) -> frozenset[str]:
         """Hosts that no worker may be placed on."""
         return frozenset(host for host, until in self._until.items() if now < until)

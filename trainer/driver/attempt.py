@@ -27,10 +27,9 @@ from trainer.coordination.detection import HostRecord
 from trainer.driver.autoscale import CapacityManager
 from trainer.failures import Failure
 from trainer.layout.cost import Cluster
-from trainer.protocol import events, mirror, requests
+from trainer.protocol import events, mirror
 from trainer.protocol.mirror import PATIENCE_S, MirrorConfig, connect
 from trainer.protocol.outbox import EventWriter
-from trainer.protocol.requests import SaveRequest, StopRequest
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
 from trainer.protocol.versions import versions_here
@@ -247,15 +246,6 @@ class Attempt:
             mirror=c.mirror,
         )
 
-    def ask(self, request: StopRequest | SaveRequest) -> bool:
-        """Put a request where the workers look for it; False where storage fails: try again."""
-        try:
-            requests.ask(self.context.files, request)
-        except OSError as error:
-            logger.warning("the workers are asked again, as storage fails: %s", error)
-            return False
-        return True
-
     def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:
         resized = events.Resized(
             time=time.time(),
@@ -273,7 +263,8 @@ class Attempt:
         action: Literal["none", "replace"] = "replace" if is_replaced else "none"
         self.writer.write(found.model_copy(update={"action": action}))
         if is_replaced:
-            self.writer.write(record.exclude_slow(found, now))
+            slow = f"is {found.slowdown:.1f} times as slow as the others (rank {found.rank})"
+            self.writer.write(record.exclude(found.host, slow, now))
 
     def host_record(self) -> HostRecord:
         """A record of hosts by the job's policy, with those that the service wants avoided."""

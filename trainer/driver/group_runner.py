@@ -40,7 +40,7 @@ from trainer.driver.group_placement import (
 from trainer.driver.ray_train import TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
 from trainer.failures import Failure
-from trainer.protocol import events
+from trainer.protocol import events, requests
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, SaveRequest, StopRequest
 from trainer.protocol.worker_config import GroupConfig
 
@@ -259,7 +259,7 @@ class GroupRunLoop:
             return Ended(PAUSED_EARLY)
         if not self._is_pausing:
             request = StopRequest(run_index=self.run_index, cause=failures.PAUSED)
-            self._is_pausing = attempt.ask(request)
+            self._is_pausing = requests.ask(attempt.context.files, request)
         mark = attempt.context.files.stopping_path(self.run_index)
         return Ended(PAUSED) if is_there(mark) else None
 
@@ -458,7 +458,8 @@ class GroupRunLoop:
         if leaving <= self._leaving:
             return
         attempt, number = self.config.attempt, self._num_saves + 1
-        if not attempt.ask(SaveRequest(run_index=self.run_index, number=number)):
+        request = SaveRequest(run_index=self.run_index, number=number)
+        if not requests.ask(attempt.context.files, request):
             return
         self._leaving, self._num_saves = leaving, number
         deadlines = [each for host in leaving if (each := draining[host])]

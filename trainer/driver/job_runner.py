@@ -40,6 +40,7 @@ from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.errors import StorageError
 from trainer.failures import Failure
+from trainer.protocol import requests
 from trainer.protocol.events import (
     CheckpointCommitted,
     Event,
@@ -508,7 +509,8 @@ class JobRunner:
     def _stop(self, run_index: int, cause: str) -> bool:
         """Ask the workers to save and stop; False where storage fails."""
         logger.info("asking the workers to save and stop: %s", cause)
-        is_asked = self.attempt.ask(StopRequest(run_index=run_index, cause=cause))
+        request = StopRequest(run_index=run_index, cause=cause)
+        is_asked = requests.ask(self.attempt.context.files, request)
         self._cause = cause if is_asked else self._cause
         return is_asked
 

@@ -140,11 +140,16 @@ class SaveRequest(_Request):
     number: PositiveInt
 
 
-def ask(files: AttemptDir, request: StopRequest | SaveRequest) -> None:
-    """Put a request where the workers look for it."""
+def ask(files: AttemptDir, request: StopRequest | SaveRequest) -> bool:
+    """Put a request where the workers look for it; False where storage fails: try again."""
     is_stop = isinstance(request, StopRequest)
     path = files.stop_request_path if is_stop else files.save_request_path
-    write_whole(path, request.model_dump_json().encode())
+    try:
+        write_whole(path, request.model_dump_json().encode())
+    except OSError as error:
+        logger.warning("the workers are asked again, as storage fails: %s", error)
+        return False
+    return True
 
 
 def is_stop_wanted(files: AttemptDir, run_index: int) -> bool:

@@ -1,4 +1,4 @@
-"""Retention: deletes old metric points once a minute; code uploads, exports and secrets hourly."""
+"""Retention: deletes old metric points once a minute, and what else is old once an hour."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.metrics import prune
+from service.db.webhooks import WebhookStore
 from service.errors import StoreUnavailable
 from service.jobs.code_archives import remove_old_code
 from service.jobs.exports import remove_all_deleted, remove_old_exports
@@ -19,12 +20,14 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 60.0
 # Files are looked at in all run folders.
 _FILES_INTERVAL_S = 3600.0
+_DAY_S = 86_400.0
 # Those of a job are kept before it is.
 _ORPHAN_AGE_S = 3600.0
 
 
 class Housekeeper:
-    """Deletes what the settings do not keep: metric points, uploads of code, exports, secrets.
+    """Deletes what the settings do not keep: metric points, deliveries of webhooks, uploads of
+    code, exports; and secrets of no job.
 
     `clock` gives Unix seconds.
     """
@@ -54,6 +57,10 @@ class Housekeeper:
                 self._files_at = now + _FILES_INTERVAL_S
                 orphans = partial(KeyStore(store.engine).forget_orphans, now - _ORPHAN_AGE_S)
                 self._remove("secrets of no job", orphans)
+                deliveries = partial(
+                    WebhookStore(store.engine).prune, now - settings.webhook_keep_days * _DAY_S
+                )
+                self._remove("deliveries of webhooks", deliveries)
                 old_code = partial(remove_old_code, settings, now, self._named_code)
                 self._remove("uploads of code", old_code)
                 self._remove("exports", partial(remove_old_exports, settings, now))

@@ -26,7 +26,6 @@ from service.webhooks.safe_http import post
 logger = logging.getLogger(__name__)
 # Beyond the longest that a try takes: a claim that runs out belongs to a sender that died.
 _CLAIM_S = 120.0
-_PRUNE_EVERY_S = 3600.0
 
 
 @dataclass
@@ -43,7 +42,6 @@ class WebhookSender:
         self._num_in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = threading.Event()
-        self._prune_at = 0.0
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="webhooks", daemon=True
         )
@@ -60,7 +58,6 @@ class WebhookSender:
     async def _serve(self) -> None:
         while not self._closing.is_set():
             try:
-                await asyncio.to_thread(self._prune)
                 await self.poll()
             except ServiceError as error:
                 logger.warning("webhooks are delayed: %s", error)
@@ -110,9 +107,3 @@ class WebhookSender:
             allowed=self.settings.webhook_allowed_networks,
             timeout_s=self.settings.webhook_timeout_s,
         )
-
-    def _prune(self) -> None:
-        now = self.clock()
-        if now >= self._prune_at:
-            self._prune_at = now + _PRUNE_EVERY_S
-            self.store.prune(now - self.settings.webhook_keep_days * 86_400)

@@ -8,7 +8,9 @@ import pytest
 
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
+from service.db.webhooks import WebhookStore
 from service.domain.models import Job, JobStatus
+from service.domain.webhooks import Webhook
 from service.errors import StoreUnavailable
 from service.reconciler import housekeeping
 from service.reconciler.housekeeping import Housekeeper
@@ -72,6 +74,19 @@ def test_a_database_that_is_away_is_tidied_up_later(
     monkeypatch.setattr(housekeeping, "prune", Mock(side_effect=StoreUnavailable("away")))
     Housekeeper(store, Settings(), lambda: NOW).run()
     assert "trying again: away" in caplog.text
+
+
+def test_deliveries_of_webhooks_are_kept_for_the_days_that_are_set(house: House) -> None:
+    webhooks = WebhookStore(house.store.engine)
+    known = Webhook("wh-1", "default", "https://a.example", "", (), "sealed", True, house.now)
+    webhooks.create(known)
+    webhooks.add_test(known.id, "{}", house.now)
+    settings = house.settings.model_copy(update={"webhook_keep_days": 2.0})
+    keeper = Housekeeper(house.store, settings, lambda: house.now)
+    for num_kept in (1, 1, 0):
+        keeper.run()
+        assert len(webhooks.list_deliveries(known.id)) == num_kept
+        house.now += 1.1 * 86_400
 
 
 def test_secrets_that_no_job_or_sweep_has_any_more_are_forgotten(house: House) -> None:

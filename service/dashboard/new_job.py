@@ -123,7 +123,7 @@ class NewJobPage:
                         self._cluster = ui.input(
                             label="for the cluster",
                             placeholder="the service's own; or as in 8xH100-80GB x 16",
-                            on_change=self._check,
+                            on_change=self._text_changed,
                         ).props("stack-label hide-bottom-space debounce=800")
                         self._cluster.classes("plan-cluster")
                         self._plan = ui.html(sanitize=False)

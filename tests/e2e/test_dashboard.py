@@ -263,13 +263,14 @@ def test_the_form_of_a_new_job_says_what_is_wrong_and_leaves_the_text_alone(page
 def test_a_field_keeps_what_was_typed_and_its_error_while_an_older_text_is_checked(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check, begun = spec_text.check, threading.Event()
-    answers = {f"batch_size: {number}\n": threading.Event() for number in (77, 99)}
+    check, begun = spec_text.check, list[str]()
+    held = ("batch_size: 77\n", "batch_size: 99\n", "name: held\n")
+    answers = {each: threading.Event() for each in held}
 
     def slow(text: str) -> spec_text.Checked:
         for each, answer in answers.items():
             if each in text:
-                begun.set()
+                begun.append(each)
                 answer.wait(scaled(60))
         return check(text)
 
@@ -278,7 +279,7 @@ def test_a_field_keeps_what_was_typed_and_its_error_while_an_older_text_is_check
     editor, size = (page.get_by_label(name, exact=True) for name in ("Spec", "data batch size"))
     expect(editor).to_contain_text("batch_size:")
     size.fill("77")
-    wait_for(begun.is_set, "the check of the text")
+    wait_for(lambda: begun, "the check of the text")
     size.fill("99")
     expect(editor).to_contain_text("batch_size: 99")
     answers["batch_size: 77\n"].set()
@@ -292,6 +293,17 @@ def test_a_field_keeps_what_was_typed_and_its_error_while_an_older_text_is_check
     page.get_by_role("button", name="Switch theme").click()
     expect(page.locator("body.body--dark")).to_be_visible()
     expect(fault).to_be_visible()
+    name = page.get_by_label("name", exact=True)
+    name.fill("held")
+    wait_for(lambda: held[2] in begun, "the check of the text")
+    page.get_by_label("for the cluster").fill("8xH100-80GB")
+    wait_for(lambda: begun.count(held[2]) > 1, "the check for the cluster")
+    name.fill("free")
+    expect(page.get_by_text("Valid", exact=True)).to_be_visible()
+    answers[held[2]].set()
+    page.get_by_role("button", name="Switch theme").click()
+    expect(page.locator("body.body--dark")).not_to_be_visible()
+    expect(name).to_have_value("free")
 
 
 def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: Dashboard) -> None:

@@ -121,11 +121,9 @@ class Network(nn.Module):
     ) -> torch.Tensor:
         """Logits or values, [B, K]."""
         embedded_dense = self.dense_arch(dense)
-        if self.history_encoder is None:
-            vectors = self.sparse_arch(sparse, sequences)
-        else:
-            assert sequences is not None, "arch movielens has a sequence"
-            vectors, history = self.sparse_arch.with_history(sparse, sequences)
+        vectors, history = self.sparse_arch.with_history(sparse, sequences)
+        if self.history_encoder is not None:
+            assert history is not None, "arch movielens has a sequence"
             encoded = self.history_encoder(history, vectors[:, self._candidate_place])
             vectors = torch.cat([vectors, encoded], dim=1)
         crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=vectors)

@@ -143,46 +143,26 @@ class SparseArch(nn.Module):
         self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None = None
     ) -> torch.Tensor:
         """[B, F, D] in the order of `sparse_feature_names`. Collective when sharded."""
-        return self._vectors(sparse, sequences, *self._look_up(sparse, sequences))
+        return self.with_history(sparse, sequences)[0]
 
     def with_history(
-        self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor
-    ) -> tuple[torch.Tensor, History]:
-        """As `forward`, and the vectors of the sequence `encoded`. Collective when sharded."""
-        assert self._encoded is not None, "the model said which sequence it reads itself"
-        pooled, unpooled = self._look_up(sparse, sequences)
-        assert unpooled is not None, "a history is looked up as a sequence"
-        history = self._history(self._encoded, unpooled, sequences)
-        return self._vectors(sparse, sequences, pooled, unpooled), history
-
-    def _look_up(
-        self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None
-    ) -> tuple[list[KeyedTensor], dict[str, JaggedTensor] | None]:
+        self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None = None
+    ) -> tuple[torch.Tensor, History | None]:
+        """As `forward`, and the vectors of the sequence `encoded`, if any. Collective likewise."""
         bags, lists = self.embedding_bag_collection, self.embedding_collection
         # All lookups are under way before any is waited for.
         pooled = [bags(sparse)] if bags is not None else []
         if self.dynamic_bags is not None:
             pooled.append(self.dynamic_bags(sparse)[0])
         if sequences is None:
-            return pooled, None
+            return self._pooled(pooled, sparse), None
         unpooled = [lists(unweighted(sequences))] if lists is not None else []
         if self.dynamic_lists is not None:
             unpooled.append(self.dynamic_lists(unweighted(sequences))[0])
-        return pooled, {name: vectors for each in unpooled for name, vectors in each.items()}
-
-    def _vectors(
-        self,
-        sparse: KeyedJaggedTensor,
-        sequences: KeyedJaggedTensor | None,
-        pooled: list[KeyedTensor],
-        unpooled: dict[str, JaggedTensor] | None,
-    ) -> torch.Tensor:
-        vectors = []
-        if pooled:
-            vectors.append(self._pooled(pooled, sparse))
-        if unpooled is not None and sequences is not None:
-            vectors += self._attended(unpooled, sequences)
-        return torch.cat(vectors, dim=1)
+        found = {name: vectors for each in unpooled for name, vectors in each.items()}
+        history = self._history(self._encoded, found, sequences) if self._encoded else None
+        vectors = [self._pooled(pooled, sparse)] if pooled else []
+        return torch.cat([*vectors, *self._attended(found, sequences)], dim=1), history
 
     def _pooled(self, pooled: list[KeyedTensor], sparse: KeyedJaggedTensor) -> torch.Tensor:
         # By name, because the plan decides the order of the values.

@@ -266,8 +266,7 @@ def _faults(network: nn.Module, spec: JobSpec) -> Iterator[str]:
         if is_lazy(tensor):
             yield f"{name} gets its size from the first batch; give it to a module that is not lazy"
         elif tensor.dtype not in _DTYPES:
-            kinds = ", ".join(sorted(str(each).removeprefix("torch.") for each in _DTYPES))
-            yield f"{name} is {tensor.dtype}, which ranks cannot exchange; take one of {kinds}"
+            yield f"{name} is {tensor.dtype}, which ranks cannot exchange; take another, as int32"
         elif tensor.requires_grad and tensor.is_complex() and optimizer != "adagrad":
             yield (
                 f"{name} is {tensor.dtype}, which optimizer.dense.name {optimizer} does not train; "

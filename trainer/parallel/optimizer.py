@@ -124,12 +124,11 @@ def fused_optimizer_params(spec: SparseOptimizerSpec, moment_scale: float) -> di
     }
 
 
-def dense_optimizer(model: nn.Module, spec: DenseOptimizerSpec) -> KeyedOptimizerWrapper:
+def dense_optimizer(model: TwoDParallel, spec: DenseOptimizerSpec) -> KeyedOptimizerWrapper:
     """Optimizer of every parameter outside the tables, whatever way these are sharded."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    if isinstance(model, TwoDParallel):
-        for name in _table_parameters(model):
-            del dense[name]
+    for name in _table_parameters(model):
+        del dense[name]
     kind = _DENSE_OPTIMIZERS[spec.name]
     return KeyedOptimizerWrapper(
         dense,

@@ -112,7 +112,10 @@ def test_a_lost_answer_does_not_submit_twice_and_a_lost_submission_keeps_its_id(
     house.backend.play(lost.id, Script(("running",), num_lost_answers=2))
     script = Script(("running",), num_lost_answers=1, arrives_unanswered=True)
     house.backend.play(unanswered.id, script)
-    house.poll(4)
+    house.poll()
+    assert "did not answer in time" in house.store.get_job(lost.id).message
+    house.poll(3)
+    assert house.store.get_job(lost.id).message == ""
     for job, num_submits in ((lost, 3), (unanswered, 1)):
         record = house.record(job)
         assert (record.num_submits, record.has_arrived) == (num_submits, True)

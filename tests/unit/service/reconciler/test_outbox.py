@@ -169,19 +169,6 @@ def test_streams_are_taken_in_the_order_of_their_numbers(house: House) -> None:
     assert [line.data["run_index"] for line in lost] == [2, 10]
 
 
-def test_a_cluster_without_an_answer_is_told_in_the_job_until_it_is_back(house: House) -> None:
-    job = house.submit()
-    house.backend.play(job.id, Script(("running",), num_lost_answers=2))
-    house.backend.set_down(True)
-    house.poll()
-    assert house.placed(house.store.get_job(job.id)).message == "the fake cluster is down"
-    house.backend.set_down(False)
-    house.poll()
-    assert "did not answer in time" in house.store.get_job(job.id).message
-    house.poll(3)
-    assert house.store.get_job(job.id).message == ""
-
-
 def test_a_cancelled_job_stops_a_submission_that_arrives_late(house: House) -> None:
     job = house.submit()
     house.backend.play(job.id, Script(("running",), num_lost_answers=1000))

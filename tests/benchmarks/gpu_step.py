@@ -46,6 +46,7 @@ from tests.benchmarks.workload import (
     zipf_batches,
 )
 from tests.harness.sessions import config_of, open_session, told
+from tests.harness.small_model import pinned
 from trainer.data.batches import Batch
 from trainer.layout.layout import WorkerSite
 from trainer.parallel.collectives import Block, ReplicaCollectives
@@ -218,7 +219,7 @@ def session_rows_per_s(spec: JobSpec) -> float:
 def bare_rows_per_s(spec: JobSpec) -> float:
     """The peer's, in the same steps."""
     batches = epoch_of_batches(spec, rank=0, world_size=1)
-    batches = [batch.pin_memory() for batch in batches] if IS_CUDA else batches
+    batches = [pinned(batch) for batch in batches] if IS_CUDA else batches
     steps = steps_of(spec, cycle(batches), is_pipelined=True, device=DEVICE)
     take(steps, SESSION_STEPS // 2)
     _settle()
@@ -231,7 +232,7 @@ def bare_rows_per_s(spec: JobSpec) -> float:
 @functools.cache
 def _batches() -> list[Batch]:
     batches = zipf_batches(WORKLOAD, 0, NUM_BATCHES)
-    return [batch.pin_memory() for batch in batches] if IS_CUDA else batches
+    return [pinned(batch) for batch in batches] if IS_CUDA else batches
 
 
 def touched_blocks(trainer: TwoDTrainer) -> list[Block]:

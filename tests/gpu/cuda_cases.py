@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardedTensor, ShardingPlan
 from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.two_d_train import TwoDTrainer, take
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
-from tests.harness.small_model import Case, form_groups, make_batch, rank_device, spec_of
+from tests.harness.small_model import Case, form_groups, make_batch, pinned, rank_device, spec_of
 from tests.integration.ranks.sharding_cases import DENSE_LR, Lookups, ShardingCase, make_rows
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.coordination.client import Identity
@@ -95,7 +95,7 @@ def compare_pipelined(case: Case, precision: DensePrecision) -> list[dict[str, f
     training = spec.training.model_copy(update={"dense_precision": precision})
     spec = spec.model_copy(update={"training": training})
     prepare_process(WorkerConfig(spec, Path("unused"), "case-a0", 0))
-    rank, pinned = groups.rank, groups.device.type == "cuda"
+    rank, is_cuda = groups.rank, groups.device.type == "cuda"
     batches = [make_batch(step, rank, case.batch_size) for step in range(1, case.num_steps + 1)]
     ours, plain = (build_parallel_model(spec, groups)[0] for _ in range(2))
     both = [(m, Optimizers(m, spec.optimizer, spec.moment_scale)) for m in (ours, plain)]
@@ -103,7 +103,7 @@ def compare_pipelined(case: Case, precision: DensePrecision) -> list[dict[str, f
         for theirs, mine in zip(*(_tensors(m.state_dict()) for m in (plain, ours)), strict=True):
             theirs.copy_(mine)
     pipeline = StepPipeline(ours, PhaseTimes(clock_of(groups.device)))
-    ahead = pipeline.over((batch.pin_memory() if pinned else batch, None) for batch in batches)
+    ahead = pipeline.over((pinned(batch) if is_cuda else batch, None) for batch in batches)
     gaps = []
     for step, (batch, (on_device, _)) in enumerate(zip(batches, ahead, strict=True), start=1):
         for model, optimizers in both:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,6 +162,11 @@ def make_batch(step: int, rank: int, batch_size: int) -> Batch:
     ids = random_ids(num_rows, batch_size, generator)
     dense, label = (torch.randn(batch_size, 1, generator=generator) for _ in range(2))
     return plain_batch(dense, ids, label)
+
+
+def pinned(batch: Batch) -> Batch:
+    """The same in page-locked memory, as a worker's batches come to a GPU."""
+    return replace(batch, **{name: part.pin_memory() for name, part in batch._parts().items()})
 
 
 def random_ids(

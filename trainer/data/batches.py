@@ -98,10 +98,6 @@ class Batch:
             self, **{name: part.to(device, non_blocking=non_blocking) for name, part in parts}
         )
 
-    def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory, from which a GPU copies without waiting."""
-        return replace(self, **{name: part.pin_memory() for name, part in self._parts().items()})
-
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until `stream` has used it, as TorchRec's pipelines ask."""
         for part in self._parts().values():

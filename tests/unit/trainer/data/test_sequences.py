@@ -95,27 +95,20 @@ def test_a_batch_without_one_kind_of_ids_moves_too(spec_of, first_batch) -> None
 class Part:
     """Stands for a tensor of a batch; keeps the streams that it was told of."""
 
-    def __init__(self, is_pinned: bool = False) -> None:
+    def __init__(self) -> None:
         self.streams: list[str] = []
-        self.is_pinned = is_pinned
-
-    def pin_memory(self) -> Part:
-        return Part(is_pinned=True)
 
     def record_stream(self, stream: str) -> None:
         self.streams.append(stream)
 
 
-def test_every_part_of_a_batch_is_pinned_and_kept_for_a_stream() -> None:
+def test_every_part_of_a_batch_is_kept_for_a_stream() -> None:
     for has_sequences in (True, False):
         parts = [Part() for _ in range(7)]
         batch = Batch(*parts[:6], sequences=parts[6] if has_sequences else None)
         batch.record_stream("copy")
         recorded = [part.streams for part in parts]
         assert recorded == [["copy"]] * 6 + [["copy"] if has_sequences else []]
-    pinned = batch.pin_memory()
-    assert all(p.is_pinned for p in (pinned.dense, pinned.sparse, pinned.label, pinned.weight))
-    assert pinned.sequences is None
 
 
 @pytest.mark.usefixtures("read_both_ways")

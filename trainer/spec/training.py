@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from trainer.spec.base import (
+    NAME_PATTERN,
     Bounds,
     Count,
     CountOrZero,
@@ -114,10 +115,6 @@ class OptimizerSpec(SpecModel):
     sparse: SparseOptimizerSpec = SparseOptimizerSpec()
     dense: DenseOptimizerSpec = DenseOptimizerSpec()
     schedule: ScheduleSpec | None = None
-
-
-# As Kubernetes names what has a name in a namespace.
-QUEUE_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 
 
 class TraceSpec(SpecModel):
@@ -269,7 +266,7 @@ class ResourcesSpec(SpecModel):
     collective_timeout_s: Seconds = 60.0
     memory_bytes_per_worker: Count | None = None
     cluster: Literal["shared", "own"] = "shared"
-    queue: Annotated[str, Field(pattern=QUEUE_PATTERN)] | None = None
+    queue: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
     deadline_s: Annotated[PositiveInt, Field(lt=2**31)] | None = None
 
     @model_validator(mode="after")

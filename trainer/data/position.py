@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trainer.coordination.messages import EpochRows, Ledger
 from trainer.errors import TooFewRowsError
@@ -27,6 +27,8 @@ from trainer.storage import Location
 
 Span = tuple[int, int]
 """Rows [start, stop)."""
+EpochSpans = tuple[int, tuple[Span, ...]]
+"""Rows of an epoch's order."""
 
 
 class Spans:
@@ -95,7 +97,7 @@ class DataPosition:
     epoch: int = 0
     row: int = 0
     done: tuple[Span, ...] = ()
-    later: tuple[tuple[int, tuple[Span, ...]], ...] = ()
+    later: tuple[EpochSpans, ...] = ()
 
     @property
     def begun(self) -> dict[int, Spans]:
@@ -288,14 +290,10 @@ def _position(epoch: int, begun: dict[int, Spans]) -> DataPosition:
     return DataPosition(epoch, row, spans[1:] if row else spans, later)
 
 
-EpochSpans = tuple[int, tuple[Span, ...]]
-"""Rows of an epoch's order."""
-
-
 class SkippedRows(BaseModel, extra="forbid", frozen=True):
     """What the file holds: spans of each epoch's order."""
 
-    epochs: tuple[tuple[int, tuple[Span, ...]], ...] = Field(default=())
+    epochs: tuple[EpochSpans, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> SkippedRows:

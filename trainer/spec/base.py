@@ -55,7 +55,7 @@ def problem(code: str, message: str, at: str = "") -> PydanticCustomError:
 
 # pydantic adds the tag of a union's branch to a location ("constrained-int", "WorkersSpec",
 # "literal['auto']"); users never wrote that.
-_UNION_TAG = re.compile(r"\[|^constrained-|^int$|^bool$|^WorkersSpec$")
+_UNION_TAG = re.compile(r"\[|^constrained-|^(int|bool|float)$|^WorkersSpec$")
 
 
 def _path(location: tuple[int | str, ...], at: str) -> str:

@@ -98,6 +98,7 @@ model.module=towers:Towers; model.code={"zz" * 32} => model.code -
 model.module=towers:Towers; model.code=../{"a" * 61} => model.code -
 model.code={"ab" * 32} => model.code unexpected_field
 model.options={{width: 8}} => model.options unexpected_field
+model.module=towers:Towers; model.options={{width: .nan}} => model.options.width finite_number
 optimizer.sparse.lr=.inf => optimizer.sparse.lr finite_number
 optimizer.schedule={{min_ratio: 0.5}} => optimizer.schedule.min_ratio no_effect
 training.trace={{first_step: 1, ranks: [4]}} => training.trace.ranks trace_ranks

@@ -10,23 +10,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import RowMapping
 
-from service.domain.models import (
-    Attempt,
-    EndReason,
-    Job,
-    JobStatus,
-    Membership,
-    Progress,
-    ReportedEnd,
-)
+from service.domain.models import Attempt, Job, Progress
 from service.errors import JobUnreadable
 from trainer.spec.job import JobSpec
 
 _NUM_CACHED_SPECS = 2000
-_PROGRESS_FIELDS = frozenset({"progress", "latest_metrics", "membership"})
-_SAME_FIELDS = frozenset(each.name for each in fields(Job)) - _PROGRESS_FIELDS
-_CHANGING_FIELDS = _SAME_FIELDS - {"spec"}
-_MEMBERSHIP: TypeAdapter[Membership] = TypeAdapter(Membership)
+_OTHER_FIELDS = frozenset({"spec", "progress", "latest_metrics", "membership"})
+_JOB: TypeAdapter[Job] = TypeAdapter(Job)
+_ATTEMPT: TypeAdapter[Attempt] = TypeAdapter(Attempt)
 
 
 def job_values(job: Job) -> dict[str, Any]:
@@ -35,7 +26,7 @@ def job_values(job: Job) -> dict[str, Any]:
     What training reports often is in `job_progress`.
     """
     return {
-        **{name: value for name, value in vars(job).items() if name in _CHANGING_FIELDS},
+        **{name: value for name, value in vars(job).items() if name not in _OTHER_FIELDS},
         "status": job.status.value,
         "reason": job.reason.value if job.reason else None,
     }
@@ -60,21 +51,9 @@ def _null_if_nan(value: float | None) -> float | None:
 def job_of(row: RowMapping) -> Job:
     """A job from `jobs` joined with `job_progress`; raises `JobUnreadable`."""
     try:
-        same = {name: row[name] for name in _SAME_FIELDS}
-        membership = row["membership"]
-        return Job(
-            **{
-                **same,
-                "spec": _spec_of(row["spec"]),
-                "status": JobStatus(row["status"]),
-                "reason": EndReason(row["reason"]) if row["reason"] else None,
-                "progress": Progress(**{each.name: row[each.name] for each in fields(Progress)}),
-                "latest_metrics": row["latest_metrics"],
-                "membership": None
-                if membership is None
-                else _MEMBERSHIP.validate_python(membership),
-            }
-        )
+        progress = {each.name: row[each.name] for each in fields(Progress)}
+        parts = {"spec": _spec_of(row["spec"]), "progress": progress}
+        return _JOB.validate_python({**row, **parts})
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise JobUnreadable(row["id"], "; ".join(faults)) from error
@@ -102,14 +81,10 @@ def attempt_values(attempt: Attempt) -> dict[str, Any]:
 
 
 def attempt_of(row: RowMapping) -> Attempt:
-    report = None
-    if row["reported_reason"] is not None:
-        report = ReportedEnd(
-            EndReason(row["reported_reason"]),
-            row["reported_message"],
-            row["reported_at"],
-            row["reported_evidence"] or {},
-        )
-    values = {each.name: row[each.name] for each in fields(Attempt) if each.name != "reported_end"}
-    end_reason = EndReason(row["end_reason"]) if row["end_reason"] else None
-    return Attempt(**{**values, "end_reason": end_reason, "reported_end": report})
+    told = {
+        "reason": row["reported_reason"],
+        "message": row["reported_message"],
+        "time": row["reported_at"],
+        "evidence": row["reported_evidence"] or {},
+    }
+    return _ATTEMPT.validate_python({**row, "reported_end": told if told["reason"] else None})

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, SkipValidation
 
 from trainer.spec.job import JobSpec
 
@@ -326,7 +326,8 @@ class Job:
 
     id: str
     name: str
-    spec: JobSpec
+    # Newer checks may refuse what was stored.
+    spec: SkipValidation[JobSpec]
     status: JobStatus
     created_at: float
     version: int = 1

@@ -239,11 +239,11 @@ class GroupAgent:
                 told = self._result = self._for_ranks(answer)
                 self._is_over = answer.should_leave or answer.has_finished
             elif isinstance(answer, Round):
-                roster = Roster.of(answer.members)
+                roster = Roster(members=answer.members)
                 if roster != self._roster:
                     self._roster = roster
                     self.tell_all(roster)
-                told = answer.without_members()
+                told = answer.model_copy(update={"members": ()})
             for link in self._links.values():
                 asked, link.request = link.request, None
                 if asked or isinstance(told, RoundResult):

@@ -326,7 +326,7 @@ class CoordinatorClient:
         if isinstance(line.body, Roster):
             self._roster = line.body.after(self._roster)
         elif isinstance(line.body, Round):
-            body = line.body.with_members(self._roster)
+            body = line.body.model_copy(update={"members": self._roster.members})
             self._take_answer(line.model_copy(update={"body": body}))
         else:
             self._take_answer(line)

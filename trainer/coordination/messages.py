@@ -298,11 +298,10 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RoundMember(Message):
-    """One group in a round, by its place in the replica groups; weight 0 hears without counting."""
+    """One group in a round, by its place in the replica groups."""
 
     group: Count
     incarnation: Count
-    weight: Weight
     standing: GroupState
     hosts: tuple[str, ...] = Field(default=(), description="Host of each rank.")
 
@@ -313,20 +312,16 @@ def host_of(members: Sequence[RoundMember]) -> int:
 
 
 class Roster(Message):
-    """Who is in the rounds that this connection is told of from now on; their weights are 0 here.
+    """Who is in the rounds that this connection is told of from now on.
 
-    It precedes the first round of a connection and any whose members differ in more than weights.
-    With `gone` it is a change of the last one: these groups are not in it any more, and `members`
-    are new, or others than before.
+    It precedes the first round of a connection and any whose members differ. With `gone` it is a
+    change of the last one: these groups are not in it any more, and `members` are new, or others
+    than before.
     """
 
     kind: Literal["roster"] = "roster"
     members: tuple[RoundMember, ...]
     gone: tuple[Count, ...] | None = None
-
-    @classmethod
-    def of(cls, members: tuple[RoundMember, ...]) -> Roster:
-        return cls(members=tuple(each.model_copy(update={"weight": 0.0}) for each in members))
 
     def since(self, before: Roster) -> Roster:
         """This whole one as a change of a whole one."""
@@ -349,13 +344,13 @@ class Round(Message):
 
     `generation` changes with the members and after every round that failed. Process groups are
     formed anew for it; `stores` (host:port) are where the ranks of each shard meet, by rank:
-    with one of the groups. `commit` is the number that this sync will have. With `is_idle` there is
+    with one of the groups. `weights` go by member, and one of weight 0 hears without counting.
+    `commit` is the number that this sync will have. With `is_idle` there is
     nothing to average; with `is_exact` everything that differs is averaged, in full precision,
     whatever the policy. With `joins_validation` the sums over all shares of the validation rows are
     added up. `donors` are where a listener copies its shards from, by rank. With
     `overlaps` all ranks of the group train on from here, and apply the averages when they have
-    trained what they hold. On the wire it has `weights` in the place of `members`: those of the
-    newest `Roster`.
+    trained what they hold. It travels without `members`, which are those of the newest `Roster`.
     """
 
     kind: Literal["round"] = "round"
@@ -370,19 +365,6 @@ class Round(Message):
     overlaps: bool = False
     stores: tuple[str, ...] = ()
     donors: tuple[str, ...] = ()
-
-    def without_members(self) -> Round:
-        """As it travels after a `Roster` of its members."""
-        weights = tuple(each.weight for each in self.members)
-        return self.model_copy(update={"members": (), "weights": weights})
-
-    def with_members(self, roster: Roster) -> Round:
-        """As it was before it travelled."""
-        members = tuple(
-            each.model_copy(update={"weight": weight})
-            for each, weight in zip(roster.members, self.weights, strict=True)
-        )
-        return self.model_copy(update={"members": members, "weights": ()})
 
 
 Checksums = tuple[tuple[str, int], ...]

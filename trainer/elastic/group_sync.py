@@ -933,7 +933,6 @@ def _mark(bits: torch.Tensor, rows: Rows | None, value: bool) -> None:
 
 def _weights_in(round_: Round) -> list[float]:
     """How much each copy counts; those that train count alike where nobody trained anything."""
-    weights = [member.weight for member in round_.members]
-    if any(weights):
-        return weights
+    if any(round_.weights):
+        return list(round_.weights)
     return [float(member.standing == "current") for member in round_.members]

@@ -75,7 +75,7 @@ def _joiner(numbers: RowNumbers, group: int = 1, token: bytes = TOKEN) -> Joiner
 
 def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
     members = tuple(
-        RoundMember(group=group, incarnation=0, weight=0, standing=standing)
+        RoundMember(group=group, incarnation=0, standing=standing)
         for group, standing in standings.items()
     )
     donors = (donor,) if donor else ()

@@ -191,9 +191,8 @@ class Group:
         )
 
     def as_member(self) -> RoundMember:
-        """Its entry in the next round, by what it arrived with."""
-        weight = self.arrival.copy_weight if self.is_current else 0.0
-        return RoundMember(weight=weight, standing=self.standing, **self.identity)
+        """Its entry in the next round."""
+        return RoundMember(standing=self.standing, **self.identity)
 
 
 def choose_donor(listener: Group, current: Iterable[Group], groups: Iterable[Group]) -> Group:

@@ -83,13 +83,15 @@ class OpenRound:
         current = [group for group in groups if group.is_current]
         arrivals = [group.arrival for group in current]
         members = tuple(group.as_member() for group in groups)
-        weight = sum(member.weight for member in members)
+        weights = [each.arrival.copy_weight if each.is_current else 0.0 for each in groups]
+        weight = sum(weights)
         is_asked = any(arrival.needs_exact for arrival in arrivals)
         has_listeners = 0 < len(current) < len(groups)
         self._message = Round(
             round=number,
             generation=generation,
             members=members,
+            weights=tuple(weights),
             commit=commit,
             is_idle=not (weight or is_asked or has_listeners),
             is_exact=is_asked or len(current) < len(groups),
@@ -100,7 +102,7 @@ class OpenRound:
         self._told: dict[tuple[bool, Group | None], Round] = {}
         may_overlap = weight and not self._message.is_exact
         self.overlapping = {group for group in groups if may_overlap and group.may_overlap}
-        self.weights = {member.group: member.weight for member in members}
+        self.counting = [each for each, weight in zip(groups, weights, strict=True) if weight]
         self.leases = [lease for arrival in arrivals for lease in arrival.leases]
         self.num_quarantined = sum(arrival.num_quarantined for arrival in arrivals)
         synced = [arrival.synced for arrival in arrivals if arrival.synced]
@@ -559,9 +561,8 @@ class SyncRounds:
             self._tune(ended.synced, now)
         self.has_finished |= self.report.has_finished
         self.report = Report()
-        for number, weight in ended.weights.items():
-            if weight:
-                del self._num_skips[number]
+        for group in ended.counting:
+            del self._num_skips[group.group]
         missing = ended.missing()
         voters = [group for group in ended.groups if group not in missing]
         self._update_copies(ended, voters, now)

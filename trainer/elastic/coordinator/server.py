@@ -190,12 +190,12 @@ class _AnswerEncoder:
     def _encode(self, body: Answer) -> None:
         self._body = body
         if isinstance(body, Round):
-            roster = Roster.of(body.members)
+            roster = Roster(members=body.members)
             if roster != self._roster:
                 self._last_roster, self._roster = self._roster, roster
                 self._roster_line = _line_of(roster)
                 self._change_line = _line_of(roster.since(self._last_roster))
-            body = body.without_members()
+            body = body.model_copy(update={"members": ()})
         if isinstance(body, RoundResult):
             if body.ledger is not self._ledger:
                 self._ledger, self._ledger_json = (

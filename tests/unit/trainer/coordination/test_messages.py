@@ -33,7 +33,7 @@ def test_the_lanes_of_many_groups_take_few_bytes_and_what_is_no_rows_is_refused(
 
 
 def member(group: int, incarnation: int) -> RoundMember:
-    return RoundMember(group=group, incarnation=incarnation, weight=0, standing="current")
+    return RoundMember(group=group, incarnation=incarnation, standing="current")
 
 
 GROUPS = st.dictionaries(st.integers(0, 5), st.integers(0, 1))
@@ -42,7 +42,7 @@ GROUPS = st.dictionaries(st.integers(0, 5), st.integers(0, 1))
 @given(GROUPS, GROUPS)
 def test_members_travel_as_what_has_changed(before: dict[int, int], after: dict[int, int]) -> None:
     old, new = (
-        Roster.of(tuple(member(*each) for each in sorted(g.items()))) for g in (before, after)
+        Roster(members=tuple(member(*each) for each in sorted(g.items()))) for g in (before, after)
     )
     change = new.since(old)
     assert change.after(old) == new

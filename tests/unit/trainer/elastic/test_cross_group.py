@@ -88,7 +88,7 @@ def test_peers_that_do_not_come_are_named():
 
 def test_the_group_is_named_whose_store_cannot_be_reached():
     members = [
-        RoundMember(group=group, incarnation=0, weight=1.0, standing=standing)
+        RoundMember(group=group, incarnation=0, standing=standing)
         for group, standing in ((0, "listening"), (4, "current"), (5, "current"))
     ]
     round_ = Round(

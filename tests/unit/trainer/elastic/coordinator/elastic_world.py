@@ -187,7 +187,7 @@ class SimGroup:
         own = next(m for m in round_.members if m.group == self.id.group)
         assert own.incarnation == self.id.incarnation
         if own.standing == "listening":
-            assert own.weight == 0
+            assert round_.weights[round_.members.index(own)] == 0
             assert round_.donors or self.world.status.has_finished
             self.copy = self.copy or Copy(round_.commit - 1)
         if round_.overlaps:
@@ -377,7 +377,8 @@ class World:
     def send(self, reply: Reply) -> None:
         if isinstance(reply.body, Round):
             number, before = reply.body.round, self.rounds.get(reply.body.round)
-            if before and before.members != reply.body.members:
+            now = reply.body.members, reply.body.weights
+            if before and (before.members, before.weights) != now:
                 # All who were in a round of this number are gone, and the coordinator forgot it.
                 self.trained = {
                     sync: each for sync, each in self.trained.items() if sync[1] != number

@@ -200,7 +200,7 @@ def test_groups_weigh_as_many_rows_as_they_trained_and_sums_become_means_per_row
     world.run_until(lambda: any(group.num_rows for group in world.lives()))
     world.run_to_commit(2)
     (opened,) = (each for each in world.rounds.values() if each.commit == 2)
-    assert [member.weight for member in opened.members] == [4, 4, 4]
+    assert opened.weights == (4, 4, 4)
     assert world.status.ledger.metrics == {"loss": 2.0}
 
 
@@ -804,7 +804,7 @@ def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
     world.needing_exact.add(0)
     world.run_to_end()
     last = world.groups[0].round
-    assert last and not last.is_idle and not any(member.weight for member in last.members)
+    assert last and not last.is_idle and not any(last.weights)
 
 
 def test_a_run_goes_on_from_its_checkpoint_though_coordinators_die_before_its_first_sync():
@@ -972,8 +972,7 @@ def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss
             standing="current", commit=1, num_rows=num_rows, weight=weight, sums={"loss": 16.0}
         )
     opened = OpenRound(1, 1, 2, groups, {})
-    members = opened.message_for(groups[0]).members
-    assert [member.weight for member in members] == pytest.approx(expected)
+    assert opened.message_for(groups[0]).weights == pytest.approx(expected)
     assert opened.means == pytest.approx({"loss": loss})
 
 

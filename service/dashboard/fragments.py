@@ -73,20 +73,17 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
     )
 
 
-def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
-    """Diagram of the 2D layout: the groups as they are now, else as the newest workers began."""
-    members = member_grid(job, timeline)
+def groups(job: Job, timeline: Sequence[TimelineEvent], moment: TimelineEvent | None = None) -> str:
+    """Diagram of the 2D layout: the groups as they are now, or were after one of `moments_of`.
+
+    Those that are no failure domains are shown as the workers began.
+    """
+    members, lines = (
+        grid_then(job, timeline, moment) if moment else (member_grid(job, timeline), timeline)
+    )
     if members is not None:
         return render("member_grid.html", grid=members)
-    return render("groups.html", workers=newest_workers(timeline), is_lost=False)
-
-
-def groups_then(job: Job, timeline: Sequence[TimelineEvent], moment: TimelineEvent) -> str:
-    """The same diagram, as it was right after an event of `moments_of`."""
-    members, lines = grid_then(job, timeline, moment)
-    if members is not None:
-        return render("member_grid.html", grid=members)
-    is_lost = moment.kind == "workers_lost"
+    is_lost = moment is not None and moment.kind == "workers_lost"
     return render("groups.html", workers=newest_workers(lines), is_lost=is_lost)
 
 

@@ -394,7 +394,7 @@ class GridPanel(Panel):
         if self._moment is not None:
             then = moments[self._moment]
             self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
-            self._grid.set_content(fragments.groups_then(job, timeline, then))
+            self._grid.set_content(fragments.groups(job, timeline, then))
         self.show(self._snapshot, time.time())
 
 

@@ -314,7 +314,7 @@ def test_the_grid_goes_back_through_losses_copies_and_attempts() -> None:
     assert rows_at("membership_changed") == ["trains", "copies from 2", "trains, serves 1"]
     assert "from group 2 in" in timeline[-1].message
     lost = next(moment for moment in moments if moment.kind == "workers_lost")
-    assert fragments.groups_then(job, earlier.timeline, lost).count(", lost") == 4
+    assert fragments.groups(job, earlier.timeline, lost).count(", lost") == 4
 
 
 # ---- sharding and traces

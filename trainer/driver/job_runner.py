@@ -80,13 +80,14 @@ class JobGoodput:
     _meter: GoodputMeter = field(default_factory=GoodputMeter)
     _stream: Path = Path()
     _offset: int = 0
+    _seen_until: float = 0.0
     _reported_at: float = 0.0
 
     def begin(self, stream: Path, now: float) -> None:
         """Workers that write to `stream` are started."""
         self._meter.start(_ALL, now)
         self._stream, self._offset = stream, 0
-        self._reported_at = now
+        self._seen_until = self._reported_at = now
 
     def poll(self, now: float) -> None:
         """Apply new events of the workers, and report every `_REPORT_EVERY_S` seconds."""
@@ -94,7 +95,9 @@ class JobGoodput:
             while (found := read_batch(self._stream, self._offset))[0]:
                 records, self._offset = found
                 for record in records:
-                    self._apply(record)
+                    # The clock of the workers' host may be another.
+                    self._seen_until = min(max(record.time, self._seen_until), now)
+                    self._apply(record, self._seen_until)
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._report(now)
 
@@ -109,16 +112,16 @@ class JobGoodput:
             self._meter.start(_ALL, now)
         self._report(now)
 
-    def _apply(self, record: Event) -> None:
+    def _apply(self, record: Event, at: float) -> None:
         if isinstance(record, WorkersStarted):
             self.step = self.durable_step = record.resumed_step
-            self._meter.train(_ALL, record.time)
+            self._meter.train(_ALL, at)
         elif isinstance(record, Progress):
             self.step = record.step
         elif isinstance(record, CheckpointCommitted):
             self.durable_step = record.step
             self.step = max(self.step, record.step)
-            self._meter.commit(record.time)
+            self._meter.commit(at)
 
     def _report(self, now: float) -> None:
         self._reported_at = now
@@ -440,7 +443,7 @@ class JobRunner:
             current = self._placed(current)
             self._seek_capacity(current, is_new=self.clock() - began < _MIN_RUN_S)
             request, hosts = self._requests.poll(), self.read_hosts()
-            leaves_straggler |= self._leaves_straggler(current, request, hosts)
+            leaves_straggler |= self._leaves_straggler(request, hosts)
             if leaves_straggler:
                 is_asked = self._stop(run_index, "straggler")
                 continue
@@ -468,9 +471,7 @@ class JobRunner:
         places = tuple(hosts[address] for address, pids in processes.items() for _ in pids)
         return replace(current, hosts=places)
 
-    def _leaves_straggler(
-        self, current: Plan, request: ResizeRequest, hosts: Sequence[Host]
-    ) -> bool:
+    def _leaves_straggler(self, request: ResizeRequest, hosts: Sequence[Host]) -> bool:
         """Report new stragglers; whether to start again without the host of one, now excluded."""
         must_leave = False
         for found in self._replacements.new(self.hang_monitor.stragglers):

@@ -137,6 +137,19 @@ def checkpoint(time: float, step: int) -> CheckpointCommitted:
     return CheckpointCommitted(time=time, step=step, path="", size_bytes=0, duration_s=0.0)
 
 
+@pytest.mark.parametrize("ahead_s", [-40.0, 40.0])
+def test_a_host_whose_clock_is_off_makes_no_time_negative(ahead_s: float, tmp_path: Path) -> None:
+    told: list[Metrics] = []
+    goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"  # type: ignore[arg-type]
+    goodput.begin(stream, now=100.0)
+    for event in (started(110.0 + ahead_s), checkpoint(120.0 + ahead_s, step=20)):
+        EventWriter(stream).write(event)
+    for now in (130.0, 140.0):
+        goodput.end(now, is_lost=False)
+    shares, *lost_s = zip(*(each.values.values() for each in told), strict=True)
+    assert max(shares) <= 1 and min(map(min, lost_s)) >= 0
+
+
 def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Path) -> None:
     told: list[Event] = []
     goodput = JobGoodput(told.append)

@@ -83,7 +83,8 @@ def _default_replica_id(values: dict[str, Any]) -> str:
 def faults_of(error: ValidationError) -> list[str]:
     """What is wrong with settings, as in `SHARDLOOM_AUTH: Input should be ...`."""
     return [
-        f"SHARDLOOM_{'_'.join(map(str, fault['loc'])).upper()}: {fault['msg']}"
+        f"SHARDLOOM_{str(fault['loc'][0]).upper()}"
+        f"{''.join(f'[{part}]' for part in fault['loc'][1:])}: {fault['msg']}"
         for fault in error.errors()
         # Not of those whose default follows from the ones that are wrong.
         if fault["type"] != "default_factory_not_called"

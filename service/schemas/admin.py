@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field
 
 from service.schemas.common import ApiModel, RequestModel
 from trainer.layout.hosts import HostFacts
@@ -49,7 +49,7 @@ RoleName = Annotated[
     BeforeValidator(lambda role: getattr(role, "label", role)),
 ]
 KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]*$"
-ProjectName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+Project = Annotated[str, Field(pattern=r"^(\*|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)$")]
 
 
 class WhoAmI(ApiModel):
@@ -65,7 +65,7 @@ class CreateKey(RequestModel):
     """Body of POST /v1/keys."""
 
     name: str = Field(min_length=1, max_length=64, pattern=KEY_NAME_PATTERN, examples=["ci"])
-    roles: dict[ProjectName, RoleName] = Field(
+    roles: dict[Project, RoleName] = Field(
         min_length=1, max_length=100, examples=[{"default": "submitter"}]
     )
     expires_in_s: float | None = Field(
@@ -153,7 +153,6 @@ Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$", examples=["job_en
 Url = Annotated[str, Field(min_length=1, max_length=2048, examples=["https://example.com/hook"])]
 # PostgreSQL cannot hold NUL characters.
 Description = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]
-Project = Annotated[str, Field(pattern=r"^(\*|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)$")]
 
 
 class CreateWebhook(RequestModel):

@@ -88,6 +88,8 @@ def test_what_cannot_be_reached_at_the_start_is_the_last_line_of_the_log(
     [
         ("BACKEND", "x"),
         ("ALLOWED_HOSTS", "shardloom.example"),
+        ("ALLOWED_HOSTS[0]", "[1]"),
+        ("OIDC_ROLES[ml][*]", '{"ml": {"*": "boss"}}'),
         ("CHECKPOINT_ROOT", "gcs://bucket/checkpoints"),
         ("RUNS_DIR", "s3://bucket/runs"),
     ],
@@ -96,7 +98,7 @@ def test_of_wrong_settings_only_those_that_were_given_are_told(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(app.logging_setup, "configure", lambda _: None)
-    monkeypatch.setenv(f"SHARDLOOM_{name}", value)
+    monkeypatch.setenv(f"SHARDLOOM_{name.partition('[')[0]}", value)
     assert app.main() == 2
     (told,) = caplog.messages
     assert told.startswith(f"SHARDLOOM_{name}: ")

@@ -341,9 +341,10 @@ class PlacementPanel(Panel):
 
     def _open_drain(self) -> None:
         timeline = self._snapshot.timeline
-        drained = sorted(latest_resize_request(timeline).drain_hosts)
-        hosts = sorted({*actions.known_hosts(self._snapshot.job, timeline), *drained})
-        self._drained.set_options(hosts, value=drained)
+        # Others may drain hosts while the dialog is open: these are no change of this reader's.
+        self._shown_drained = sorted(latest_resize_request(timeline).drain_hosts)
+        hosts = {*actions.known_hosts(self._snapshot.job, timeline), *self._shown_drained}
+        self._drained.set_options(sorted(hosts), value=self._shown_drained)
         self._drain_dialog.open()
 
     async def _resize(self) -> None:
@@ -354,9 +355,8 @@ class PlacementPanel(Panel):
         await self._change("POST", "/resize", json={"workers": int(self._size.value)})
 
     async def _drain(self) -> None:
-        drained = latest_resize_request(self._snapshot.timeline).drain_hosts
-        for host in sorted({*self._drained.value} ^ {*drained}):
-            body = {"host": host, "undo": host in drained}
+        for host in sorted({*self._drained.value} ^ {*self._shown_drained}):
+            body = {"host": host, "undo": host in self._shown_drained}
             await self._change("POST", "/drain", json=body)
 
 

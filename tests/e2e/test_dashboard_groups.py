@@ -144,3 +144,14 @@ def test_a_size_is_chosen_from_those_that_fit_and_a_host_is_drained_and_taken_ba
         page.get_by_role("dialog").get_by_role("button", name="Apply").click()
         expect(page.locator(".timeline")).to_contain_text(told, timeout=LIVE_MS)
         assert wanted_of(dashboard, elastic.job)["drain_hosts"] == wanted
+    page.get_by_role("button", name="Drain hosts").click()
+    asked = f"{dashboard.url}/v1/jobs/{elastic.job.id}/drain"
+    assert page.request.post(asked, data={"host": HOSTS[2]}).ok, "by somebody else meanwhile"
+    facts = page.locator(".membership-facts")
+    expect(facts).to_contain_text(f"without {HOSTS[2]}", timeout=LIVE_MS)
+    page.get_by_role("combobox", name="Hosts to leave").click()
+    page.get_by_role("option", name=HOSTS[1]).click()
+    page.get_by_text("Drain hosts").last.click()
+    page.get_by_role("dialog").get_by_role("button", name="Apply").click()
+    expect(facts).to_contain_text(f"without {HOSTS[1]}", timeout=LIVE_MS)
+    assert wanted_of(dashboard, elastic.job)["drain_hosts"] == [HOSTS[1], HOSTS[2]]

@@ -136,10 +136,6 @@ class ParquetSource:
             (str(self._files[file]), np.flatnonzero(files == file)) for file in np.unique(files)
         ]
 
-    def read(self, row_groups: Sequence[int]) -> pa.Table:
-        """Read row groups, in the order given; raises `CorruptFileError` naming the file."""
-        return pa.concat_tables([read() for read in self.begin_reading(row_groups)])
-
     def begin_reading(self, row_groups: Sequence[int]) -> list[Callable[[], pa.Table]]:
         """Functions that give row groups, in the order given; of remote files all are under way.
 

@@ -305,28 +305,30 @@ class RowReader:
         check_share(total, self._source.num_rows, self._max_bad_share, found)
 
     def _decode(self, row_groups: tuple[int, ...]) -> Rows:
+        """Row groups one after the other.
+
+        Where bad rows are marked, a group that cannot be read is blank, and all its rows are bad.
+        """
         rows = self._source.row_numbers(row_groups)
 
         def locate(row: int) -> tuple[str, int]:
             return self._source.locate(int(rows[row]))
 
-        if self.fault_log is None:
-            return decode(self._source.read(row_groups), self._layout, locate)
-        marks = FaultMarks(rows, self.fault_log, self._source.files_of)
-        return decode(self._read_what_can_be(row_groups, marks), self._layout, locate, marks)
-
-    def _read_what_can_be(self, row_groups: tuple[int, ...], marks: FaultMarks) -> pa.Table:
-        """Row groups one after the other; one that cannot be read is blank, all its rows bad."""
+        marks = None
+        if self.fault_log is not None:
+            marks = FaultMarks(rows, self.fault_log, self._source.files_of)
         tables, start = [], 0
         reading = self._source.begin_reading(row_groups)
         for group, read in zip(row_groups, reading, strict=True):
             try:
                 table = read()
             except CorruptFileError as error:
+                if marks is None:
+                    raise
                 logger.warning("%s", error)
                 table = self._source.blank_group(group)
                 reason = "row group cannot be read, or has changed"
                 marks.add(np.arange(start, start + len(table)), reason)
             tables.append(table)
             start += len(table)
-        return pa.concat_tables(tables)
+        return decode(pa.concat_tables(tables), self._layout, locate, marks)

@@ -272,7 +272,7 @@ def test_each_task_has_its_own_column_of_labels_and_names_it(prepared, make_spec
     assert fields == ["data.label.column", "model.tasks[1].label.column"]
     source = open_source(make_spec(), prepared / "train")
     with pytest.raises(BadValueError, match=r"column 'rating': .* is not 0 or 1"):
-        decode(source.read([0]), layout, source.locate)
+        decode(source.read_group(0), layout, source.locate)
 
 
 def weighted(prepared) -> dict[str, Any]:

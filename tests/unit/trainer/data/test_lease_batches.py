@@ -131,9 +131,9 @@ class CountingSource(ParquetSource):
         super().__init__(source.folder, source.columns)
         self._opened = opened
 
-    def read(self, row_groups):
+    def begin_reading(self, row_groups):
         self._opened.append(tuple(row_groups))
-        return super().read(row_groups)
+        return super().begin_reading(row_groups)
 
 
 @pytest.mark.usefixtures("windowed")

@@ -364,6 +364,11 @@ class Job:
         return self.created_at if self.queued_at is None else self.queued_at
 
     @property
+    def waits_anew_since(self) -> float:
+        """When its present wait in the queue begins: after a pause or a backoff anew."""
+        return QueueState.of(self).since or self.waits_since
+
+    @property
     def num_attempts(self) -> int:
         """How many attempts the job has had, read off the id of the newest."""
         if self.current_attempt_id is None:

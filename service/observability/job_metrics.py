@@ -10,7 +10,7 @@ replica: jobs with workers before those without, then older before younger ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -218,16 +218,15 @@ def families_of(jobs: Sequence[Job]) -> Iterator[Metric]:
         yield metric
 
 
-def oldest_wait(jobs: Iterable[Job], since: Mapping[str, float], now: float) -> Iterator[Metric]:
+def oldest_wait(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     """Per project, how long the job has waited that has done so longest.
 
-    `since` has the Unix seconds when each began to, by its id; what lies after `now` has not begun.
     A project with live jobs of which none waits has 0.
     """
     waits_s: dict[str, float] = {}
     for job in jobs:
         is_waiting = job.status is JobStatus.QUEUED
-        wait_s = max(0.0, now - since.get(job.id, now)) if is_waiting else 0.0
+        wait_s = max(0.0, now - job.waits_anew_since) if is_waiting else 0.0
         waits_s[job.project] = max(wait_s, waits_s.get(job.project, 0.0))
     metric = GaugeMetricFamily(
         "shardloom_queue_oldest_wait_seconds",
@@ -243,12 +242,11 @@ def oldest_wait(jobs: Iterable[Job], since: Mapping[str, float], now: float) -> 
 class JobCollector(Collector):
     """Shows the jobs that were last seen, at most `max_jobs`.
 
-    `clock` gives Unix seconds; `queued_since` says since when each job in the queue waits.
+    `clock` gives Unix seconds.
     """
 
     clock: Callable[[], float]
     max_jobs: int
-    queued_since: Mapping[str, float]
     _jobs: Sequence[Job] = field(default=(), init=False)
     _seen_at: float | None = field(default=None, init=False)
 
@@ -267,7 +265,7 @@ class JobCollector(Collector):
             jobs = ()
         shown = shown_of(jobs, self.max_jobs)
         yield from families_of(shown)
-        yield from oldest_wait(jobs, self.queued_since, now)
+        yield from oldest_wait(jobs, now)
         yield GaugeMetricFamily(
             "shardloom_hidden_jobs",
             "Live jobs without series of their own, beyond SHARDLOOM_METRICS_MAX_JOBS.",

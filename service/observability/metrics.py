@@ -37,7 +37,7 @@ class ServiceMetrics:
         self.registry = CollectorRegistry()
         self._clock = clock
         self._waits = Waits()
-        self._live = JobCollector(clock, max_jobs, self._waits.queued_since)
+        self._live = JobCollector(clock, max_jobs)
         self.registry.register(self._live)
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
@@ -198,22 +198,21 @@ class ServiceMetrics:
 class Waits:
     """Tracks waits of jobs, to observe their length once they are over.
 
-    Jobs that had stopped waiting when the service started are not observed. One that waits
-    again after an attempt keeps its place (`Job.waits_since`), but its wait begins anew.
+    Jobs that had stopped waiting when the service started are not observed.
     """
 
     def __init__(self) -> None:
         # Since when each job in the queue waits, by its id (Unix seconds).
-        self.queued_since: dict[str, float] = {}
+        self._queued_since: dict[str, float] = {}
         self._unstarted: dict[str, float] = {}
         self._live: Set[str] | None = None
 
     def after(self, job: Job, now: float) -> tuple[float | None, float | None]:
         """Seconds in the queue, and from submission to running, of waits that are over now."""
-        self._note_begin(job, now)
+        self._note_begin(job)
         queued_at = created_at = None
         if job.status is not JobStatus.QUEUED:
-            queued_at = self.queued_since.pop(job.id, None)
+            queued_at = self._queued_since.pop(job.id, None)
         if job.status.is_terminal or job.started_at is not None:
             created_at = self._unstarted.pop(job.id, None)
         # The current attempt of one that was given up in the queue was before its wait.
@@ -225,19 +224,19 @@ class Waits:
             max(0.0, (job.started_at or 0.0) - (created_at or 0.0)) if has_run else None,
         )
 
-    def _note_begin(self, job: Job, now: float) -> None:
+    def _note_begin(self, job: Job) -> None:
         # One that is new here may have left the queue since the last look already.
         is_new = self._live is not None and job.id not in self._live
-        if job.status is JobStatus.QUEUED and job.num_attempts:
-            self.queued_since.setdefault(job.id, max(now, job.retry_at or now))
-        elif job.status is JobStatus.QUEUED or is_new:
-            self.queued_since[job.id] = job.waits_since
+        if job.status is JobStatus.QUEUED:
+            self._queued_since[job.id] = job.waits_anew_since
+        elif is_new:
+            self._queued_since[job.id] = job.waits_since
         if job.started_at is None or (is_new and job.started_at >= job.waits_since):
             self._unstarted[job.id] = job.created_at
 
     def keep(self, live: Set[str]) -> None:
         """Only these live: others were ended, here or by another replica."""
         self._live = live
-        for waits in (self.queued_since, self._unstarted):
+        for waits in (self._queued_since, self._unstarted):
             for job_id in waits.keys() - live:
                 waits.pop(job_id, None)  # Another thread may just have stored its end.

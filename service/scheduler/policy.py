@@ -496,8 +496,7 @@ class _SchedulingPass:
     def _may_pass(self, ahead: Job, job: Job) -> bool:
         """Whether a job may start before the one ahead of it (backfill)."""
         makes_way = job.spec.preemptible and job.priority < ahead.priority
-        queued_at = QueueState.of(ahead).since or ahead.waits_since
-        return makes_way or self.now - queued_at < PASS_WINDOW_S
+        return makes_way or self.now - ahead.waits_anew_since < PASS_WINDOW_S
 
 
 def _started_at(job: Job) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from service.domain.ingest import apply_events
 from service.domain.membership import apply_event
-from service.domain.models import Attempt, EndReason, Job, JobStatus, Progress
+from service.domain.models import Attempt, EndReason, Job, JobStatus, Progress, QueueState
 from service.observability.job_metrics import STALE_AFTER_S, shown_of
 from service.observability.metrics import ServiceMetrics
 from tests.harness.builders import (
@@ -171,12 +171,16 @@ def test_the_longest_wait_is_told_by_project() -> None:
 def test_a_retry_waits_from_when_it_may_start_not_from_when_the_job_first_waited() -> None:
     now = [NOW]
     telemetry = ServiceMetrics(lambda: now[0])
-    job = replace(_running(), status=JobStatus.QUEUED, created_at=NOW - 9000, retry_at=NOW + 20)
+    note = QueueState(since=NOW + 20).document
+    job = replace(_running(), status=JobStatus.QUEUED, created_at=NOW - 9000, queue_note=note)
     telemetry.saw_live_jobs([job])
     assert _oldest(telemetry) == 0
     now[0] += 50
     telemetry.saw_live_jobs([job])
     assert _oldest(telemetry) == 30
+    restarted = ServiceMetrics(lambda: now[0])
+    restarted.saw_live_jobs([job])
+    assert _oldest(restarted) == 30, "a service that was just started knows as much"
     started = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a1")
     telemetry.saw_live_jobs([started])
     assert telemetry.registry.get_sample_value("shardloom_queue_wait_seconds_sum") == 30

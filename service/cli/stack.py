@@ -260,6 +260,6 @@ def _status_page(
     if state is not None:
         grid.add_row("started", age(state.started_at, time.time()))
         grid.add_row("logs", str(home.log_path("service").parent))
-    elif not is_alive:
+    if not is_alive:
         grid.add_row("", Text("`shardloom up` starts one on this machine", style="dim"))
     return grid

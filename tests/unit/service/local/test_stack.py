@@ -289,6 +289,13 @@ def test_a_ray_of_others_has_no_hosts_of_this_machine(home, monkeypatch):
         assert (refused.exit_code, "only a Ray that" in refused.stderr) == (3, True)
 
 
+def test_of_a_stack_that_has_ended_status_says_how_to_start_it(home, monkeypatch):
+    keep_stack(home, service=DEAD_PROCESS)
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    told = shardloom("status")
+    assert (told.exit_code, "`shardloom up` starts one" in told.stdout) == (3, True)
+
+
 def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monkeypatch):
     def refused(match: str, **environment: str) -> None:
         stack = LocalStack(home, environment, service_command=["/nonexistent"])

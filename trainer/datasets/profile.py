@@ -251,7 +251,10 @@ class DataSet:
     def batches(self) -> Iterator[pl.DataFrame]:
         """All rows, part by part, in memory of one part; text columns stay text."""
         for file in self.files:
-            yield from _text_batches(file, self.text) if self.text else _parquet_batches(file)
+            if self.text:
+                yield from _text_batches(file, self.text)
+            else:
+                yield from _parquet_batches(file, self.columns)
 
 
 def find_data(texts: Sequence[str]) -> list[DataSet]:
@@ -364,15 +367,15 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
             ) from None
 
 
-def _parquet_batches(file: Location) -> Iterator[pl.DataFrame]:
+def _parquet_batches(file: Location, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
     try:
         with pq.ParquetFile(file.open_input()) as parquet:
             schema = as_read(parquet.schema_arrow)
             for batch in parquet.iter_batches(_BATCH_ROWS):
                 categories = pl.col(pl.Categorical, pl.Enum)
-                part = pl.DataFrame(pa.table(batch).cast(schema))
+                part = pl.DataFrame(pa.table(batch).cast(schema).select(columns))
                 yield part.with_columns(categories.cast(pl.String))
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, KeyError) as error:
         raise CorruptFileError(
             f"{file} cannot be read to its end ({error}); was it damaged? Copy it again"
         ) from None

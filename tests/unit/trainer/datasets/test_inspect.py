@@ -298,6 +298,9 @@ def test_damage_is_found_whatever_is_printed(clicks, tmp_path):
         failed = invoke(folder, *options)
         assert failed.exit_code == 2 and "part-00000.parquet is damaged" in failed.stderr
         assert "OK: " not in failed.stdout
+    pl.DataFrame({"label": [1.0]}).write_parquet(folder / "train/part-00000.parquet")
+    failed = invoke(folder, "--no-verify")
+    assert failed.exit_code == 2 and "part-00000.parquet cannot be read to its end" in failed.stderr
 
 
 def test_notes_tell_what_training_cannot_use_and_json_holds_no_infinities(tmp_path):

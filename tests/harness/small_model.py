@@ -25,6 +25,7 @@ from torchrec import KeyedJaggedTensor
 from tests.harness.wait import scaled
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
+from trainer.parallel.collectives import pairwise_sum
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.optimizer import Optimizers
@@ -235,6 +236,12 @@ def form_groups(case: Any) -> MeshGroups:
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
     return build_groups(case.mesh.layout, rank_device(), timeout_s=scaled(30), host=site.host)
+
+
+def pairwise_mean(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
+    """The mean that a sync forms of [M, n]: float [n]."""
+    num_parts = sum(weights) / max(weights) if weights else len(parts)
+    return pairwise_sum(parts, weights) / num_parts
 
 
 class NoHostReads(TorchDispatchMode):

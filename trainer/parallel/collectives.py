@@ -49,14 +49,6 @@ _CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 CHUNKS_AT_ONCE = 2
 
 
-def pairwise_mean(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """Mean over the first dimension of [M, n], as float [n], in at least fp32.
-
-    Part i counts `weights[i]` times, parts of weight 0 not at all, whatever they hold.
-    """
-    return pairwise_sum(parts, weights) / _divisor(weights or [1.0] * len(parts))
-
-
 def _divisor(weights: Sequence[float]) -> float:
     """What a sum of `pairwise_sum` is divided by."""
     assert max(weights) > 0, "a mean needs a replica that counts"
@@ -69,7 +61,8 @@ def pairwise_sum(parts: torch.Tensor, weights: Sequence[float] | None = None) ->
     Neighbours are added first, then neighbouring sums, and so on. For M a power of two the sum of
     M equal values is exact that way, which a sum in a row is not (3 w may need one bit more).
 
-    Weights are divided by the largest, so that equal ones change no bit of the plain sum.
+    Part i counts `weights[i]` times, parts of weight 0 not at all, whatever they hold. Weights are
+    divided by the largest, so that equal ones change no bit of the plain sum.
     """
     sums = list(parts.to(torch.promote_types(parts.dtype, torch.float32)).unbind(0))
     if weights is not None:

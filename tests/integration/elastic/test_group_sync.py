@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
+from tests.harness.small_model import pairwise_mean
 from tests.harness.wait import wait_for
 from tests.integration.elastic.group_sync_cases import (
     EXCHANGE_TIMEOUT_S,
@@ -27,7 +28,6 @@ from trainer.coordination.client import Refused
 from trainer.coordination.messages import Arrive, Round, RoundResult, Vote
 from trainer.elastic.coordinator.server import Coordinator
 from trainer.elastic.group_sync import ExchangeError
-from trainer.parallel.collectives import pairwise_mean
 from trainer.parallel.sync import PendingSync, apply_difference
 from trainer.spec.parallelism import DivergenceCheckSpec
 

@@ -16,6 +16,7 @@ from torchrec import KeyedJaggedTensor
 from tests.harness.small_model import (
     build_trained,
     dlrm_spec,
+    pairwise_mean,
     plain_batch,
     random_ids,
     rank_device,
@@ -25,7 +26,6 @@ from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
-from trainer.parallel.collectives import pairwise_mean
 from trainer.parallel.mesh import build_groups
 from trainer.parallel.sync import Sync, build_sync
 from trainer.spec.job import JobSpec

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.small_model import pairwise_mean
 from trainer.parallel.collectives import (
     Batch,
     Block,
     Buffers,
     Exchange,
     ReplicaCollectives,
-    pairwise_mean,
     run_exchanges,
 )
 from trainer.parallel.row_store import FlatRows

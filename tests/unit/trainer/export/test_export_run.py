@@ -277,7 +277,7 @@ def test_an_export_replaces_nothing_and_says_what_changed_since(
     for path in (path for path in exported.iterdir() if path.is_file()):
         (copy / path.name).write_bytes(path.read_bytes())
     (copy / "spec.json").write_text("{}")
-    with pytest.raises(ArtifactError, match=r"spec\.json is missing or cut off"):
+    with pytest.raises(ArtifactError, match=r"spec\.json is missing, or not as it was exported"):
         Predictor(copy)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fastapi.testclient import TestClient
 
-from service.app import create_app
-from service.backends.fake import FakeBackend
-from service.client.client import ShardloomClient
-from service.db.jobs import JobStore
-from service.settings import Settings
-from tests.harness.builders import batch as batch_of
-from tests.harness.builders import checkpoint
 from tests.harness.chaos import elastic_config
 from tests.harness.elastic import ElasticHarness
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, open_session
 from tests.harness.wait import free_port, scaled, wait_for
-from tests.unit.trainer.export import export_case
-from tests.unit.trainer.export.export_case import make_spec, write_data, write_run
 from trainer.data.batches import ValidationBatches
 from trainer.data.decode import layout_of as columns_of
 from trainer.data.parquet import ParquetSource
 from trainer.export.exporter import export
-from trainer.export.predict import Predictor
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.training.worker import train
@@ -119,29 +107,6 @@ def test_a_trained_job_is_exported_and_served_with_the_same_predictions(
     assert report["recorded_metrics"]["validation/rmse"] == pytest.approx(rmse, abs=2e-4)
     assert report["tasks"]["rating"]["max_abs_error"] < 2e-3
     assert report["num_rows"] == len(table)
-
-
-@pytest.mark.slow
-def test_an_export_asked_for_over_rest_is_made_beside_the_service_and_downloaded(
-    tmp_path: Path,
-) -> None:
-    settings = Settings(home=tmp_path / "home", backend="fake", dashboard=False, auth="none")
-    store = JobStore.open(settings.database_url)
-    app = create_app(settings, store, FakeBackend(tmp_path / "cluster"))
-    with TestClient(app, base_url="http://127.0.0.1:8700") as http:
-        spec = make_spec(write_data(tmp_path / "data"))
-        answer = http.post("/v1/jobs", json={"spec": spec.model_dump(mode="json")})
-        job_id = answer.json()["id"]
-        write_run(settings.runs_dir / job_id, spec, 7)
-        wait_for(lambda: store.list_attempts(job_id), "the attempt")
-        store.append_events(f"{job_id}-a0", batch_of(checkpoint(7)), time.time())
-        with ShardloomClient(str(http.base_url), transport=http._transport) as client:
-            asked = client.request_export(job_id, checkpoint="7", quantize="fp16")
-            done = client.wait_for_export(job_id, asked.id, timeout_s=scaled(120))
-            folder = client.download_export(job_id, asked.id, tmp_path / "out")
-    assert done.report is not None
-    assert done.report["tasks"]["stars"]["max_abs_error"] < 2e-3
-    assert len(Predictor(folder).predict(export_case.rows())["stars"]) == done.report["num_rows"]
 
 
 @pytest.mark.slow

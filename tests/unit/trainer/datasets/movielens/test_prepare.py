@@ -127,21 +127,6 @@ def test_only_tags_from_training_time_become_tokens(tiny, tmp_path):
     assert {words[token] for token in night["tokens"][0]} == {"night", "the"}
 
 
-def test_labels_are_relative_to_the_strictly_earlier_ratings_of_the_user(tiny, tmp_path):
-    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
-    rows = pl.concat([rows_of(tmp_path / "out", part) for part in ("train", "validation")])
-    overall = np.array([5, 1, 3, 2, 4, 4.5])
-    by_time = rows.filter(pl.col("user_id") == 2).sort("timestamp", "rating")
-    past = [[], [2.0], [2.0], [2.0, 4.0, 4.5]]
-    means = [(sum(own) + 5 * overall.mean()) / (len(own) + 5) for own in past]
-    assert by_time["user_mean"].to_list() == pytest.approx(means)
-    variances = [
-        (sum((stars - mean) ** 2 for stars in own) + 5 * overall.var()) / (len(own) + 5)
-        for own, mean in zip(past, means, strict=True)
-    ]
-    assert by_time["user_scale"].to_list() == pytest.approx(np.sqrt(variances).tolist())
-
-
 def test_labels_can_be_relative_to_all_training_ratings_of_the_user(tiny, tmp_path):
     options = TINY_OPTIONS.model_copy(update={"user_mean": "training"})
     prepare_movielens(tiny, tmp_path / "out", options=options)

@@ -105,7 +105,7 @@ class RayCoordinator:
             return None
         return status
 
-    def request(self, step: Literal["want", "retire", "promote", "drop"], *args: Any) -> None:
+    def request(self, step: Literal["want", "drop"], *args: Any) -> None:
         """Let it take a step of this name in `Membership`."""
         self._call("request", step, *args)
 

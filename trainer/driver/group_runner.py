@@ -272,12 +272,6 @@ class GroupRunLoop:
             if run:
                 run.apply(group)
                 self._has_trained |= run.was_current
-                if run.leave_cause and group.leave_cause is None:
-                    # A restarted coordinator does not know of it.
-                    self.coordinator.request("retire", run.group, run.leave_cause)
-                if group.standing == "spare" and not run.is_spare:
-                    # Again: it began with that only now.
-                    self.coordinator.request("promote", run.group)
         for departure in status.departures:
             run = self._run_of(departure.group, departure.incarnation)
             if run and departure.is_lost:
@@ -417,11 +411,16 @@ class GroupRunLoop:
         return self._check_shortage()
 
     def _tell_wanted(self, view: View) -> None:
-        """Tell the coordinator which groups there are, once there are some, and how many lack."""
+        """Tell the coordinator which groups there are, if any, how many lack, and who is to go."""
         groups = [run.group for run in self._staying]
         if groups:
             num_missing = max(0, view.target - len(view.staying))
-            self.coordinator.request("want", groups, num_missing)
+            leaving = {
+                (run.group, run.incarnation): run.leave_cause
+                for run in self.runs.values()
+                if run.leave_cause
+            }
+            self.coordinator.request("want", groups, num_missing, leaving)
 
     def _judge_stragglers(self, request: ResizeRequest, hosts: Sequence[Host]) -> None:
         """Report new stragglers; the groups of those that are replaced move to other hosts."""
@@ -501,7 +500,9 @@ class GroupRunLoop:
             if isinstance(action, Start):
                 self._start(action)
             elif isinstance(action, Promote):
-                self._promote(self.runs[action.group])
+                run = self.runs[action.group]
+                logger.info("%s takes the place of a missing group", run.name)
+                run.is_spare = False
             elif self.runs[action.group].pids:
                 self._retire(action, request)
             # A group that the coordinator does not know yet is retired later.
@@ -535,18 +536,11 @@ class GroupRunLoop:
         self.runs[start.group] = started
         logger.info("starting %s", started.name)
 
-    def _promote(self, run: GroupRun) -> None:
-        logger.info("%s takes the place of a missing group", run.name)
-        run.is_spare = False
-        if run.pids:  # else as soon as the coordinator knows it
-            self.coordinator.request("promote", run.group)
-
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
         run, cause = self.runs[action.group], str(action.cause)
         if cause == "drain" and self._slow_hosts & set(run.hosts) - request.drain_hosts:
             cause = "straggler"
         run.leave_cause = cause
-        self.coordinator.request("retire", action.group, cause)
         logger.info("%s shall leave: %s", run.name, cause)
         if run.is_spare:
             return

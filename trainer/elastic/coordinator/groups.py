@@ -186,7 +186,6 @@ class Group:
             group=self.group,
             incarnation=self.incarnation,
             standing=self.standing,
-            leave_cause=self.leave_cause,
             processes=tuple((process.host, process.pid) for process in self.ranks.values()),
         )
 

@@ -83,7 +83,6 @@ class GroupStatus(Message):
     group: Count
     incarnation: Count
     standing: GroupState
-    leave_cause: str | None = None
     processes: tuple[tuple[str, Count], ...] = ()
 
 

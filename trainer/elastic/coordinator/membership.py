@@ -20,7 +20,7 @@ hangs are suspicions (`GroupRegistry.judge`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trainer.coordination.detection import RankId, Suspect
@@ -266,40 +266,42 @@ class Membership:
 
     # --- requests of the driver
 
-    def want(self, groups: Collection[int], num_missing: int, now: float) -> list[Effect]:
+    def want(
+        self,
+        groups: Collection[int],
+        num_missing: int,
+        leaving: Mapping[tuple[int, int], str],
+        now: float,
+    ) -> list[Effect]:
         """The job has these groups, which may still start, and is to get `num_missing` more.
 
-        When it starts, or starts over, it waits for no others.
+        A spare among them joins: from the next round on it copies from one that trains. `leaving`
+        has why others are to go, by (group, incarnation). It is told again and again, as one of
+        another coordinator may not have been heard. A start, or start over, waits for no others.
         """
         self._expected &= set(groups)
         self._metrics.goodput.want(groups, num_missing, now)
+        for group in self._groups.present:
+            if group.is_spare and group.group in groups:
+                group.standing, group.joined_at = "listening", now
+            if cause := leaving.get((group.group, group.incarnation)):
+                self._retire(group, cause, now)
         self._advance(now)
         return self._take_effects()
 
-    def retire(self, group: int, cause: str, now: float) -> list[Effect]:
+    def _retire(self, group: Group, cause: str, now: float) -> None:
         """Let a group go at the next commit, for one of the causes of `GroupLeft`.
 
         The last current group stays until another one is. Who has not begun goes at once.
         """
-        leaving = self._groups.get(group)
-        if leaving and leaving.is_spare:
-            self._rounds.dismiss_spare(leaving, f"asked to leave: {cause}")
-            self._rounds.release(leaving, cause, now)
-        elif leaving and leaving.has_begun:
-            leaving.leave_cause = cause
-        elif leaving:
-            self._effects += leaving.dismiss(fenced(f"asked to leave: {cause}"))
-            self._rounds.release(leaving, cause, now)
-            self._advance(now)
-        return self._take_effects()
-
-    def promote(self, group: int, now: float) -> list[Effect]:
-        """Let a spare group join: from the next round on it copies from one that trains."""
-        spare = self._groups.get(group)
-        if spare and spare.is_spare:
-            spare.standing, spare.joined_at = "listening", now
-            self._advance(now)
-        return self._take_effects()
+        if group.has_begun and not group.is_spare:
+            group.leave_cause = cause
+            return
+        if group.is_spare:
+            self._rounds.dismiss_spare(group, f"asked to leave: {cause}")
+        else:
+            self._effects += group.dismiss(fenced(f"asked to leave: {cause}"))
+        self._rounds.release(group, cause, now)
 
     def drop(self, group: int, incarnation: int, reason: str, now: float) -> list[Effect]:
         """The driver knows that this incarnation of a group is lost."""

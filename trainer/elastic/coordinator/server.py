@@ -254,7 +254,7 @@ class Coordinator:
     def status(self) -> CoordinatorStatus:
         return self._call(self._membership.status)
 
-    def request(self, step: Literal["want", "retire", "promote", "drop"], *args: Any) -> None:
+    def request(self, step: Literal["want", "drop"], *args: Any) -> None:
         """Take a step that the driver asks for, of this name in `Membership`."""
         take = getattr(self._membership, step)
         self._call(lambda: self._take(lambda: take(*args, self._now())))

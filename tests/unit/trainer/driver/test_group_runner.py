@@ -57,8 +57,6 @@ class World:
     )
     killed: list[tuple[str, frozenset[int]]] = field(default_factory=list)
     retired: list[tuple[int, str]] = field(default_factory=list)
-    leaving: dict[tuple[int, int], str] = field(default_factory=dict)
-    promoted: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     wanted: tuple[list[int], int] = ([], 0)
     is_stopped: bool = False
@@ -153,7 +151,6 @@ class World:
                 group=group,
                 incarnation=incarnation,
                 standing=standing,
-                leave_cause=self.leaving.get((group, incarnation)),
                 processes=((self.host_of(group, incarnation), 50 + group),),
             )
             for (group, incarnation), standing in self.standings.items()
@@ -171,15 +168,12 @@ class World:
     def request(self, step: str, *args: Any) -> None:
         getattr(self, step)(*args)
 
-    def want(self, groups: Collection[int], num_missing: int) -> None:
+    def want(
+        self, groups: Collection[int], num_missing: int, leaving: dict[tuple[int, int], str]
+    ) -> None:
         self.wanted = sorted(groups), num_missing
-
-    def retire(self, group: int, cause: str) -> None:
-        self.retired.append((group, cause))
-        self.leaving |= {life: cause for life in self.standings if life[0] == group}
-
-    def promote(self, group: int) -> None:
-        self.promoted.append(group)
+        told = [(group, cause) for (group, _), cause in leaving.items()]
+        self.retired += [each for each in told if each not in self.retired]
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self.dropped.append((group, incarnation))
@@ -474,10 +468,10 @@ def test_a_wish_for_fewer_workers_retires_the_newest_group(world: World) -> None
     world.look()
     world.look()
     assert world.retired == [(2, "resize")]
-    # A coordinator that was started again hears it once more.
-    world.leaving.clear()
+    # A coordinator that was started again hears it, too.
+    world.retired.clear()
     world.look()
-    assert world.retired == [(2, "resize")] * 2
+    assert world.retired == [(2, "resize")]
     world.end((2, 0))
     world.look()
     world.look()
@@ -755,11 +749,8 @@ def test_a_spare_takes_the_place_of_a_lost_group_at_once_and_another_one_is_star
     del world.hosts["b"]
     world.end((1, 0), LOST)
     world.look()
-    assert world.promoted == [2]
     assert world.hosts_in_use == {0: "a", 2: "c"}, "there is no room for another"
     assert world.wanted == ([0, 2], 0)
-    world.look()
-    assert world.promoted == [2, 2], "a coordinator that was started again hears it once more"
     world.become("current", (2, 0))
     world.hosts["d"] = 1
     world.look(5)
@@ -780,10 +771,9 @@ def test_a_spare_that_is_not_ready_is_promoted_all_the_same(spared: World) -> No
     spared.look()
     spared.end((1, 0), LOST)
     spared.look()
-    assert not spared.promoted, "the coordinator does not know it yet"
     spared.become("spare", (2, 0))
     spared.look()
-    assert spared.promoted == [2]
+    assert spared.wanted == ([0, 2], 0)
 
 
 def test_a_resize_leaves_spares_alone_and_a_drained_one_moves(spared: World) -> None:

@@ -8,7 +8,7 @@ if those are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -339,6 +339,11 @@ class World:
         else:
             assert isinstance(body, Vote)
             self.act(membership.on_vote(group.id, line.id, body, self.now))
+
+    def want(self, *groups: int, leaving: Mapping[int, str] = {}) -> None:
+        """The driver has these groups, and others are to leave."""
+        lives = {(each, self.incarnations.get(each, 0)): leaving[each] for each in leaving}
+        self.act(self.membership.want(groups, 0, lives, self.now))
 
     def wait(self, seconds: float) -> None:
         """Time passes; groups that do not hang beat."""

@@ -121,7 +121,7 @@ def test_the_first_round_does_not_wait_for_ever():
 
 def test_fewer_groups_are_enough_once_no_more_are_expected():
     world = begun_alone()
-    world.act(world.membership.want([0], 2, world.now))
+    world.want(0)
     world.run_to_commit(1)
     assert standings(world) == {0: "current"}
 
@@ -543,14 +543,14 @@ def test_a_listener_without_a_donor_ends():
 
 def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
     world = running()
-    world.act(world.membership.retire(1, "resize", world.now))
+    world.want(0, 2, leaving={1: "resize"})
     world.run_until(lambda: world.groups[1].is_through)
     (left,) = world.told("group_left")
     assert (left.group, left.cause) == (1, "resize")
     assert not world.told("group_lost")
     assert standings(world).keys() == {0, 2}
     alone = running(num_groups=1)
-    alone.act(alone.membership.retire(0, "drain", alone.now))
+    alone.want(leaving={0: "drain"})
     alone.run_to_commit(5)
     assert standings(alone) == {0: "current"}, "the last group does not leave"
 
@@ -579,8 +579,7 @@ def test_a_spare_is_in_no_round_until_it_is_promoted_and_then_copies_and_trains(
     assert values["elastic/groups"] == 2
     assert values["goodput/lost_s/start"] == 0, "the job does not wait for it"
     world.kill(1)
-    world.act(world.membership.promote(2, world.now))
-    world.act(world.membership.want([0, 2], 0, world.now))
+    world.want(0, 2)
     world.run_until(lambda: listening(world, 2))
     world.copy_all()
     world.run_until(lambda: standings(world) == {0: "current", 2: "current"})
@@ -598,8 +597,7 @@ def test_spares_end_well_when_the_training_does_or_when_they_are_not_wanted():
     world.start_group(3, "spare")
     world.exchange(1)
     assert isinstance(world.groups[3].inbox[-1][1], Welcome), "it has not heard that it may wait"
-    for group in (2, 3):
-        world.act(world.membership.retire(group, "drain", world.now))
+    world.want(0, 1, leaving={2: "drain", 3: "drain"})
     world.exchange(4)
     assert world.groups[2].is_dismissed and world.groups[3].is_dismissed
     assert [left.group for left in world.told("group_left")] == [2, 3]
@@ -618,7 +616,7 @@ def test_a_spare_outlives_a_coordinator_and_its_loss_is_nothing_to_recover_from(
     world.start_coordinator()
     world.run_to_commit(4)
     assert standings(world)[2] == "spare"
-    world.act(world.membership.promote(2, world.now))
+    world.want(0, 1, 2)
     world.start_coordinator()
     world.run_to_commit(6)
     assert standings(world)[2] == "spare", "it had heard of no round: the driver says so again"

@@ -122,10 +122,6 @@ class MembershipMachine(RuleBasedStateMachine):
         if self.world.end is None and SPARE not in self.world.groups:
             self.world.start_group(SPARE, "spare")
 
-    @rule()
-    def promote(self):
-        self.world.act(self.world.membership.promote(SPARE, self.world.now))
-
     @rule(group=GROUPS)
     def drop(self, group):
         life = self.world.groups.get(group)
@@ -133,13 +129,12 @@ class MembershipMachine(RuleBasedStateMachine):
             now = self.world.now
             self.world.act(self.world.membership.drop(group, life.id.incarnation, "driver", now))
 
-    @rule(groups=st.sets(GROUPS, min_size=1), num_missing=st.integers(0, 2))
-    def want(self, groups, num_missing):
-        self.world.act(self.world.membership.want(groups, num_missing, self.world.now))
-
-    @rule(group=GROUPS | st.just(SPARE), cause=st.sampled_from(["resize", "drain"]))
-    def retire(self, group, cause):
-        self.world.act(self.world.membership.retire(group, cause, self.world.now))
+    @rule(
+        groups=st.sets(GROUPS | st.just(SPARE), min_size=1),
+        leaving=st.dictionaries(GROUPS | st.just(SPARE), st.sampled_from(["resize", "drain"])),
+    )
+    def want(self, groups, leaving):
+        self.world.want(*groups, leaving=leaving)
 
     @invariant()
     def copies_are_equal(self):

@@ -83,7 +83,8 @@ class FailureTracker:
             self._times.popleft()
         delay_s = failures.restart_delay_s(len(self._times))
         self.may_start_at = max(self.may_start_at, now + delay_s)
-        if failure.reason not in _OF_HOSTS:
+        has_lost_others = failure.evidence.get("coordinator") == "no_donor"
+        if failure.reason not in _OF_HOSTS or has_lost_others:
             return []
         guilty = failure.evidence.get("host")
         found = [self.record.fail(each, unix_s) for each in ({guilty} if guilty else set(hosts))]

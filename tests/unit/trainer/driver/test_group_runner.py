@@ -25,6 +25,7 @@ from trainer.driver.group_runner import (
     FailureTracker,
     GroupRunLoop,
     RunnerConfig,
+    failure_of,
     run_groups,
 )
 from trainer.driver.ray_train import Evicted, TrainRun
@@ -432,6 +433,13 @@ def test_many_groups_that_fail_one_after_the_other_delay_starts() -> None:
     for number in range(12):
         found.add(LOST, ["a"], now := 0.75 * number, now)
     assert found.may_start_at > now + 10
+
+
+def test_the_host_of_a_group_that_lost_all_that_it_could_copy_from_is_not_to_blame() -> None:
+    for reason, is_blamed in (("connection", True), ("no_donor", False)):
+        found = FailureTracker(HostRecord(exclude_after=1, exclude_s=100.0), max_suspicious=0)
+        excluded = found.add(failure_of(departed(0, reason), ["a"]), ["a"], 10.0, 10.0)
+        assert bool(excluded) is is_blamed
 
 
 def test_a_host_that_fails_often_is_excluded_by_unix_time_and_a_clock_set_back_delays_no_start(

@@ -89,8 +89,12 @@ def template_in(path: Path) -> Manifest:
         ) from error
     for document in documents:
         if isinstance(document, dict) and document.get("kind") == "RayCluster":
-            return document
-    raise BackendUnreachable(f"{path} has no RayCluster; see k8s/chart/templates/raycluster.yaml")
+            spec = document.get("spec")
+            if isinstance(spec, dict) and isinstance(spec.get("workerGroupSpecs"), list):
+                return document
+    raise BackendUnreachable(
+        f"{path} has no RayCluster with workerGroupSpecs; see k8s/chart/templates/raycluster.yaml"
+    )
 
 
 def live_template(api: KubeApi, name: str) -> Manifest:

@@ -345,9 +345,10 @@ def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(BackendUnreachable, match="cannot read the cluster template"):
         template_in(base)
     other = tmp_path / "none.yaml"
-    other.write_text("kind: Service")
-    with pytest.raises(BackendUnreachable, match="has no RayCluster"):
-        template_in(other)
+    for text in ("kind: Service", "kind: RayCluster\nspec: text"):
+        other.write_text(text)
+        with pytest.raises(BackendUnreachable, match="has no RayCluster with workerGroupSpecs"):
+            template_in(other)
 
 
 def test_no_way_into_kubernetes_says_what_to_set(tmp_path: Path) -> None:

@@ -127,10 +127,10 @@ def spec_of(case: Case) -> JobSpec:
     return dlrm_spec(tables, features, optimizer, parallelism, batch_size=case.batch_size)
 
 
-def fused_kernel(table_rows: Sequence[int], dim: int = 4, **options: Any) -> FusedKernel:
-    """FBGEMM's kernel of tables on the CPU, with random weights."""
+def fused_kernel(table_rows: Sequence[int], **options: Any) -> FusedKernel:
+    """FBGEMM's kernel of tables of 4 columns on the CPU, with random weights."""
     place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
-    kernel = FusedKernel([(rows, dim, *place) for rows in table_rows], **options)
+    kernel = FusedKernel([(rows, 4, *place) for rows in table_rows], **options)
     kernel.init_embedding_weights_uniform(-1, 1)
     return kernel
 

@@ -66,11 +66,11 @@ from trainer.protocol.worker_config import GroupConfig, WorkerConfig
 _NEVER_S = scaled(60)
 
 
-def coordinate(port: int, timeout_s: float, num_groups: int, folder: Path, pipe: Connection):
-    """A process that coordinates until it is killed, with the event loop that Ray gives actors."""
+def coordinate(port: int, folder: Path, pipe: Connection) -> None:
+    """A process that coordinates two groups until it is killed, with the event loop of Ray."""
     die_with_parent()
     uvloop.install()
-    coordinator = start(port, timeout_s, num_groups, folder)
+    coordinator = start(port, _NEVER_S, 2, folder)
     pipe.send(coordinator.address)
     pipe.recv()
 
@@ -296,12 +296,10 @@ def test_members_travel_once_per_connection_and_their_weights_with_every_round(t
 
 
 @contextmanager
-def coordinating(port: int, num_groups: int, folder: Path) -> Iterator[None]:
+def coordinating(port: int, folder: Path) -> Iterator[None]:
     """A coordinator in a process of its own, killed at the end."""
     ours, theirs = FORK_SERVER.Pipe()
-    process = FORK_SERVER.Process(
-        target=coordinate, args=(port, _NEVER_S, num_groups, folder, theirs), daemon=True
-    )
+    process = FORK_SERVER.Process(target=coordinate, args=(port, folder, theirs), daemon=True)
     process.start()
     assert ours.poll(scaled(60)), "the coordinator does not start"
     ours.recv()
@@ -341,13 +339,13 @@ def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path)
         for g in range(2)
     ]
     with ThreadPoolExecutor(2) as pool:
-        with coordinating(port, 2, tmp_path):
+        with coordinating(port, tmp_path):
             first = meet(members, pool)
             vote = Vote(round=first[0].round, commit=1, ok=True)
             early = pool.submit(members[0].vote, vote)
             time.sleep(0.1)  # the vote travels; whether it gets there makes no difference
             assert not early.done()
-        with coordinating(port, 2, tmp_path):
+        with coordinating(port, tmp_path):
             verdicts = [members[1].vote(vote), early.result(scaled(30))]
             arrive = Arrive(standing="initial", commit=0)
             second = [pool.submit(m.arrive, arrive).result for m in members]

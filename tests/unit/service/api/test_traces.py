@@ -34,10 +34,11 @@ def report_trace(api: Api, job_id: str, *records: Any, index: int = 0) -> None:
     assert api.post_events(attempt_id, batch(*records, first_seq=first_seq)).status_code == 200
 
 
-def write_trace(api: Api, job_id: str, name: str, content: bytes = b"\x1f\x8b", *, index: int = 0):
+def write_trace(api: Api, job_id: str, content: bytes, index: int = 0) -> None:
+    """The trace of rank 0 that the spec asked for."""
     folder = api.files(job_id, index).traces_dir
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(content)
+    (folder / "spec-rank0.json.gz").write_bytes(content)
 
 
 # ---- asking
@@ -181,7 +182,7 @@ def test_traces_are_listed_in_order_and_written_again_once(api: Api, job_id: str
 
 
 def test_a_trace_is_downloaded_as_gzip(api: Api, job_id: str) -> None:
-    write_trace(api, job_id, "spec-rank0.json.gz", b"\x1f\x8b content")
+    write_trace(api, job_id, b"\x1f\x8b content")
     response = api.http.get(f"/v1/jobs/{job_id}/traces/spec-rank0.json.gz")
     assert (response.status_code, response.content) == (200, b"\x1f\x8b content")
     assert response.headers["content-type"] == "application/gzip"
@@ -194,9 +195,9 @@ def test_the_newest_attempt_that_has_a_trace_is_meant_unless_one_is_named(
 ) -> None:
     replace_attempt(api.store, job_id)
     url = f"/v1/jobs/{job_id}/traces/spec-rank0.json.gz"
-    write_trace(api, job_id, "spec-rank0.json.gz", b"first")
+    write_trace(api, job_id, b"first")
     assert api.http.get(url).content == b"first"
-    write_trace(api, job_id, "spec-rank0.json.gz", b"second", index=1)
+    write_trace(api, job_id, b"second", index=1)
     assert api.http.get(url).content == b"second"
     assert api.http.get(url, params={"attempt": f"{job_id}-a0"}).content == b"first"
     problem_in(api.http.get(url, params={"attempt": "other-a0"}), 404, "trace_not_found")

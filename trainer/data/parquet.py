@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ class ParquetSource:
         """
         self.folder = Location.parse(folder)
         self.columns = tuple(dict.fromkeys(columns))
-        self._files = _parquet_files(self.folder)
-        self._pool = ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
-        self._footer_of = _kept_footers(self._files)
+        # In the order in which their rows are numbered.
+        self.file_names = tuple(file.name for file in _parquet_files(self.folder))
         contents = self._open([] if known is None else [known.get(n) for n in self.file_names])
         group_rows = [rows for each in contents for rows in each.group_rows]
         self._groups = [
@@ -83,21 +82,25 @@ class ParquetSource:
             raise TooFewRowsError(f"{folder} holds no rows; prepare the data again")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Files by name: each location would come with a client of the store of its own.
-        plain = {k: v for k, v in vars(self).items() if k not in ("_pool", "_footer_of")}
-        return plain | {"_files": self.file_names}
+        return {k: v for k, v in vars(self).items() if k not in ("_pool", "_footer_of")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._files = [self.folder / name for name in state["_files"]]
-        self._pool = ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
-        self._footer_of = _kept_footers(self._files)
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_NUM_REQUESTS, "parquet")
+
+    @cached_property
+    def _footer_of(self) -> Callable[[int, object], pq.FileMetaData]:
+        """What gives the footer of a file, by its place and fingerprint, and keeps the newest."""
+        return lru_cache(_MAX_KEPT_FOOTERS)(lambda place, _: read_footer(self._file(place)))
+
+    def _file(self, place: int) -> Location:
+        return self.folder / self.file_names[place]
 
     def _open(self, known: Sequence[FileContents | None]) -> list[FileContents]:
         """What the files hold, and `schema`, from no more footers than are needed."""
         contents = [each for each in known if each is not None and each.group_rows]
-        is_known = len(contents) == len(self._files)
-        places = range(1 if is_known else len(self._files))
+        is_known = len(contents) == len(self.file_names)
+        places = range(1 if is_known else len(self.file_names))
         footers = list((map if self.folder.is_local else self._pool.map)(self._footer, places))
         self._stored = self._common_schema(footers)
         self.schema = as_read(self._stored)
@@ -106,12 +109,7 @@ class ParquetSource:
     def _footer(self, place: int) -> pq.FileMetaData:
         """The footer of a file as it is now; one that was read of the same file before is kept."""
         # Looked up before the footer: a file replaced in between is then found to be another one.
-        return self._footer_of(place, self._files[place].fingerprint())
-
-    @property
-    def file_names(self) -> tuple[str, ...]:
-        """Names of the files, in the order in which their rows are numbered."""
-        return tuple(file.name for file in self._files)
+        return self._footer_of(place, self._file(place).fingerprint())
 
     @property
     def decoded_bytes(self) -> int:
@@ -127,14 +125,12 @@ class ParquetSource:
     def locate(self, row: int) -> tuple[str, int]:
         """File of a row numbered over all files, and its number within that file (from 0)."""
         file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
-        return str(self._files[file]), int(row - self._file_starts[file])
+        return str(self._file(file)), int(row - self._file_starts[file])
 
     def files_of(self, rows: IntArray) -> list[tuple[str, IntArray]]:
         """Files of rows numbered over all files, each with the places in `rows` of those in it."""
         files = np.searchsorted(self._file_starts, rows, side="right") - 1
-        return [
-            (str(self._files[file]), np.flatnonzero(files == file)) for file in np.unique(files)
-        ]
+        return [(str(self._file(file)), np.flatnonzero(files == file)) for file in np.unique(files)]
 
     def begin_reading(self, row_groups: Sequence[int]) -> list[Callable[[], pa.Table]]:
         """Functions that give row groups, in the order given; of remote files all are under way.
@@ -150,7 +146,7 @@ class ParquetSource:
     def read_group(self, number: int) -> pa.Table:
         """Read one row group; raises as what `begin_reading` returns."""
         place, group = self._groups[number]
-        file = self._files[place]
+        file = self._file(place)
         try:
             footer = self._footer(place)
 
@@ -190,7 +186,8 @@ class ParquetSource:
     def _common_schema(self, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
         """That of the columns in the first files, of which these are the footers."""
         schemas = [footer.schema.to_arrow_schema() for footer in footers]
-        for file, schema in zip(self._files, schemas, strict=False):
+        for place, schema in enumerate(schemas):
+            file = self._file(place)
             for name in self.columns:
                 if name not in schema.names:
                     raise ColumnError(f"{file}: no column '{name}'; it has {schema.names}")
@@ -199,19 +196,9 @@ class ParquetSource:
                 if schema.field(name).type != schemas[0].field(name).type:
                     raise ColumnError(
                         f"{file}: column '{name}' is {schema.field(name).type} here but "
-                        f"{schemas[0].field(name).type} in {self._files[0].name}"
+                        f"{schemas[0].field(name).type} in {self.file_names[0]}"
                     )
         return pa.schema([schemas[0].field(name) for name in self.columns])
-
-
-def _kept_footers(files: Sequence[Location]) -> Callable[[int, object], pq.FileMetaData]:
-    """What gives the footer of a file, by its place and fingerprint, and keeps the newest ones."""
-
-    @lru_cache(_MAX_KEPT_FOOTERS)
-    def footer_of(place: int, _: object) -> pq.FileMetaData:
-        return read_footer(files[place])
-
-    return footer_of
 
 
 def _unreadable(file: Location, group: int, cause: str) -> CorruptFileError:

@@ -43,6 +43,7 @@ from tests.benchmarks.report import (
     run_pairs,
 )
 from tests.conftest import EXAMPLE_SPEC
+from tests.e2e.conftest import CHROMIUM_ARGS
 from tests.harness.builders import TINY_DATA
 from tests.harness.databases import store_job
 from tests.harness.service_process import ServiceProcess
@@ -58,16 +59,6 @@ NUM_POINTS = 1_000_000
 NUM_WITH_POINTS = 100
 # Charts of the job's page that are in view at first.
 NUM_IN_VIEW = 3
-CHROMIUM_ARGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 _PAGES = ("list_100k", "job_1m_points", "compare_8")
 GOALS = [
     *(Goal(f"{page}_s", f"{page}_s", "s", 1.0, "lower", "one second") for page in _PAGES),

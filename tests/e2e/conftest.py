@@ -33,7 +33,7 @@ from trainer.protocol.events import Event
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 _CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-_CHROMIUM_ARGS = [
+CHROMIUM_ARGS = [
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
@@ -108,7 +108,7 @@ def browser() -> Iterator[Browser]:
         pytest.skip("needs a browser: no 'chromium' on PATH (apt-get install chromium)")
     expect.set_options(timeout=scaled(_EXPECT_MS))
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=_CHROMIUM, args=_CHROMIUM_ARGS)
+        launched = playwright.chromium.launch(executable_path=_CHROMIUM, args=CHROMIUM_ARGS)
         yield launched
         launched.close()
 

@@ -14,19 +14,14 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
+from tests.gpu import NEEDS_CUDA
 from tests.gpu.cuda_cases import compare_cached, world_sizes
 from tests.harness.ranks import run_ranks
 from tests.harness.small_model import Case
 from trainer.parallel.row_store import CachedRows, RowStore, weight_rows
 from trainer.spec.parallelism import SyncSpec
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA GPU: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 ROWS, DIMS = (3000, 5000), (8, 16)
 FEATURE_TABLES = [1, 0, 1]

@@ -6,19 +6,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
+from tests.gpu import NEEDS_CUDA
 from tests.harness.chaos import Campaign, elastic_config
 from tests.harness.elastic import ElasticHarness
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA GPU: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = [*NEEDS_CUDA, pytest.mark.timeout(600)]
 
 EXACT = "{every_steps: 2}"
 HALF_OVERLAP = "{every_steps: 2, dtype: bf16, overlap: true}"

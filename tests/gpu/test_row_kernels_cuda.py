@@ -8,6 +8,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 
+from tests.gpu import NEEDS_CUDA
 from tests.harness.small_model import FusedKernel, shards_of
 from trainer.parallel.row_store import FlatRows
 from trainer.parallel.sync import apply_difference
@@ -20,13 +21,7 @@ from trainer.parallel.touched_rows import (
     wires,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA GPU: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 NUM_ROWS, NUM_PICKED = 5000, 777
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
+from tests.gpu import NEEDS_CUDA
 from tests.gpu.cuda_cases import world_sizes
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import assemble, make_config, next_run, told, train_session
 from trainer.protocol.events import Metrics, WorkersStarted
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA GPU: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 JOB = (
     "training.max_steps=24",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu import NEEDS_CUDA
 from tests.gpu.cuda_cases import (
     SyncMode,
     compare,
@@ -18,13 +19,7 @@ from tests.harness.small_model import Case
 from tests.integration.ranks.sharding_cases import ShardingCase
 from trainer.spec.training import DensePrecision
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs a CUDA GPU: torch.cuda.is_available() is False",
-    ),
-]
+pytestmark = NEEDS_CUDA
 
 TOLERANCE = 1e-6
 

@@ -108,18 +108,9 @@ class RayJobsBackend(Backend):
             raise BackendUnreachable(self._strange(response))
         return f"Ray {version}"
 
-    def hosts(self) -> tuple[HostFacts, ...] | None:
-        """Live hosts of the cluster; None where this Ray does not tell.
-
-        Raises `BackendUnreachable`, also for an answer that is none of Ray's: a page of a proxy is
-        not a cluster of unknown size.
-        """
+    def hosts(self) -> tuple[HostFacts, ...]:
+        """Live hosts of the cluster; raises `BackendUnreachable`."""
         response = self._send("GET", "/api/v0/nodes", params={"limit": _MAX_NODES})
-        if response.status_code == httpx.codes.NOT_FOUND:
-            self.check()
-            return None
-        if not response.is_success:
-            raise BackendUnreachable(self._strange(response))
         body = _json_object(response)
         try:
             nodes = body["data"]["result"]["result"]

@@ -48,13 +48,18 @@ def count_of_lines(lines: bytes) -> int:
 def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
     """Blocks of about `block_bytes`, cut after line feeds: always the same for the same file.
 
+    Where the first has none, carriage returns end lines: they become line feeds.
     Raises `CorruptFileError` for an empty file, a compressed one that is cut short, and a line that
     is longer than a block; `StorageError` where a remote file cannot be read for now.
     """
-    first_line, rest = 1, b""
+    first_line, rest, has_feeds = 1, b"", None
     try:
         with _open(source) as stream:
             while block := stream.read(block_bytes):
+                if has_feeds is None:
+                    has_feeds = b"\n" in block
+                if not has_feeds:
+                    block = block.replace(b"\r", b"\n")
                 end = block.rfind(b"\n") + 1
                 if not end and len(block) == block_bytes:
                     raise CorruptFileError(

@@ -194,6 +194,7 @@ def test_delimiter_and_header_are_found(tmp_path):
         "user;item\n1;2\n": ["user", "item"],
         "1,2\n3,4\n": ["column_1", "column_2"],
         "a|b|c\r\n1|2|3\r\n": ["a", "b", "c"],
+        "a\tb\r1\t2\r": ["a", "b"],
         '"user, id",x\n"1,5",2\n': ["user, id", "x"],
         ",user_id,click\n0,7,1\n": ["column_1", "user_id", "click"],
         ",1,2\n3,4,5\n": ["column_1", "column_2", "column_3"],
@@ -201,7 +202,7 @@ def test_delimiter_and_header_are_found(tmp_path):
         (tmp_path / "file.csv").write_bytes(content.encode())
         (report,) = inspect(tmp_path / "file.csv")
         assert [found.name for found in report.columns] == columns
-        assert report.num_rows == content.count("\n") - ("column_2" not in columns)
+        assert report.num_rows == len(content.splitlines()) - ("column_2" not in columns)
 
 
 def test_quoted_line_feeds_are_read_wherever_a_block_ends(tmp_path, monkeypatch):
@@ -260,7 +261,6 @@ def test_bad_files_are_named(tmp_path):
         ("b.parquet", b"PAR1 and no more", CorruptFileError, "is not a whole Parquet file"),
         ("c.csv", b"\xff\xfe\n", CorruptFileError, "line 1: not UTF-8"),
         ("d.csv", b"x,y\n", TooFewRowsError, "holds no rows"),
-        ("e.csv", b"x,y\r1,2\r", CorruptFileError, "line 1: .*end lines by line feeds"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(kind, match=f"{name}.*{message}"):

@@ -80,8 +80,10 @@ def test_a_line_that_cannot_be_read_is_named_without_a_librarys_advice(tmp_path,
     assert not re.search("infer_schema|malformed", str(raised.value))
 
 
-def test_lines_that_end_by_carriage_returns_alone_are_refused(tmp_path):
+def test_lines_may_end_by_carriage_returns_alone_but_not_by_one_among_line_feeds(tmp_path):
     path = write(tmp_path, "userId,rating,tag\r1,3,ok\r")
+    assert read_csv(path).rows() == [(1, 3, "ok")]
+    path.write_text("userId,ra\rting,tag\n1,3,ok\n")
     with pytest.raises(CorruptFileError, match=r"ratings\.csv, line 1: .*end lines by line feeds"):
         read_csv(path)
 

@@ -159,7 +159,7 @@ class TouchedRows:
     def _mark_lookups(
         self, first: int, kernel: Any, args: Any, inputs: dict[str, Any], out: Any
     ) -> None:
-        if not (kernel.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():  # rows change in whichever mode a user's network has tables
             return
         assert inputs.get("batch_size_per_feature_per_rank") is None, "batches are of one size"
         with torch.no_grad():

@@ -122,7 +122,7 @@ def measure(num_groups: int, num_syncs: int = NUM_SYNCS) -> Scale:
         ]
         ask_all(agents, "join")
         syncs = [_measure_sync(agents) for _ in range(num_syncs + 1)][1:]
-        ledger = coordinator.status().ledger
+        ledger = coordinator._membership._rounds.ledger
         if ledger.commit != num_syncs + 1 or not ledger.rows_trained:
             raise BenchmarkError(f"the syncs were not committed as expected: {ledger}")
         loss_s = _measure_loss(agents)

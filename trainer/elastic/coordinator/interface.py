@@ -11,7 +11,7 @@ from typing import Literal
 
 from trainer.coordination.client import finding_s
 from trainer.coordination.detection import RankId
-from trainer.coordination.messages import Answer, Count, GroupState, Ledger, Message
+from trainer.coordination.messages import Answer, Count, GroupState, Message
 from trainer.failures import Failure
 from trainer.protocol.events import Event, StragglerFound
 from trainer.spec.job import JobSpec
@@ -104,8 +104,6 @@ class CoordinatorStatus(Message):
     """
 
     has_finished: bool
-    ledger: Ledger
-    leader: Count | None
     groups: tuple[GroupStatus, ...]
     departures: tuple[Departure, ...] = ()
     stragglers: tuple[StragglerFound, ...] = ()

@@ -75,8 +75,6 @@ class Membership:
     def status(self) -> CoordinatorStatus:
         return CoordinatorStatus(
             has_finished=self._rounds.has_finished,
-            ledger=self._rounds.ledger,
-            leader=self._groups.choose_leader(),
             groups=tuple(group.status() for group in self._groups.present),
             departures=tuple(self._groups.departures),
             stragglers=tuple(self._stragglers),

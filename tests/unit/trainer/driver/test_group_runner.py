@@ -16,7 +16,6 @@ from tests.harness.files import records_in
 from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
 from trainer import failures
 from trainer.coordination.detection import HostRecord, ReplacementPolicy
-from trainer.coordination.messages import Ledger
 from trainer.driver.attempt import PAUSED, Attempt
 from trainer.driver.autoscale import CapacityManager
 from trainer.driver.cluster import Host
@@ -158,8 +157,6 @@ class World:
         )
         return CoordinatorStatus(
             has_finished=self.has_finished,
-            ledger=Ledger(),
-            leader=0,
             groups=groups,
             departures=tuple(self.departures),
             stragglers=tuple(self.stragglers),

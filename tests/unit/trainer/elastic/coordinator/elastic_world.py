@@ -399,7 +399,7 @@ class World:
 
     def save(self) -> None:
         """The leader's state becomes a durable checkpoint."""
-        leader = self.status.leader
+        leader = self.leader
         if leader is not None and leader in self.groups:
             group = self.groups[leader]
             if group.standing == "current":
@@ -427,6 +427,15 @@ class World:
     def status(self) -> CoordinatorStatus:
         return self.membership.status()
 
+    @property
+    def ledger(self) -> Ledger:
+        """What the newest commit says."""
+        return self.membership._rounds.ledger
+
+    @property
+    def leader(self) -> int | None:
+        return self.membership._groups.choose_leader()
+
     def told(self, kind: str) -> list[Any]:
         return [event for event in self.events if event.kind == kind]
 
@@ -438,7 +447,7 @@ class World:
         raise AssertionError(f"it never came to that: {self.status}")
 
     def run_to_commit(self, commit: int) -> None:
-        self.run_until(lambda: self.status.ledger.commit >= commit)
+        self.run_until(lambda: self.ledger.commit >= commit)
 
     def exchange(self, num_turns: int) -> None:
         """In each turn, every group hears a line or gets one through."""

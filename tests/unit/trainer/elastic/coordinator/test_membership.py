@@ -105,7 +105,7 @@ def test_the_first_round_waits_for_every_group():
     world.start_group(1)
     world.exchange(20)
     world.wait(1)
-    assert world.status.leader is None
+    assert world.leader is None
     world.start_group(2)
     world.run_to_commit(1)
     assert set(standings(world).values()) == {"current"}
@@ -133,19 +133,19 @@ def test_below_min_groups_nothing_is_trained_until_enough_have_copied_the_state(
     for _ in range(5):  # what was leased is trained
         world.wait(2)
         world.exchange(50)
-    rows, commit = world.status.ledger.rows_done, world.status.ledger.commit
+    rows, commit = world.ledger.rows_done, world.ledger.commit
     for _ in range(3):
         world.wait(2)
         world.exchange(50)
-    assert world.status.ledger.rows_done == rows < ROWS * EPOCHS
-    assert world.status.ledger.commit <= commit + 3, "a round a second at most, for who copies"
+    assert world.ledger.rows_done == rows < ROWS * EPOCHS
+    assert world.ledger.commit <= commit + 3, "a round a second at most, for who copies"
     world.start_group(1)
     for _ in range(10):
         world.wait(2)
         world.exchange(50)
         world.copy_all()
     assert standings(world) == {0: "current", 1: "current"}
-    assert world.status.ledger.rows_done > rows
+    assert world.ledger.rows_done > rows
     notes = [event.message for event in world.events if event.kind == "note"]
     assert [note.split(":")[0] for note in notes] == [
         "training waits for more",
@@ -159,13 +159,13 @@ def test_a_job_does_not_begin_below_min_groups():
         world.wait(2)
         world.exchange(50)
     assert standings(world) == {0: "current"}
-    assert world.status.ledger.rows_done == 0
+    assert world.ledger.rows_done == 0
     world.start_group(1)
     for _ in range(10):
         world.wait(2)
         world.exchange(50)
         world.copy_all()
-    assert world.status.ledger.rows_done > 0
+    assert world.ledger.rows_done > 0
 
 
 def with_rows_done(num_rows: int) -> Checkpoint:
@@ -182,7 +182,7 @@ def test_a_group_that_starts_from_an_older_checkpoint_copies():
     world.start_group(2)
     world.run_to_commit(8)
     assert standings(world) == {0: "listening", 1: "current", 2: "current"}
-    assert world.status.ledger.rows_trained == 20
+    assert world.ledger.rows_trained == 20
 
 
 def test_a_ledger_of_other_data_fails_the_run():
@@ -201,15 +201,15 @@ def test_groups_weigh_as_many_rows_as_they_trained_and_sums_become_means_per_row
     world.run_to_commit(2)
     (opened,) = (each for each in world.rounds.values() if each.commit == 2)
     assert opened.weights == (4, 4, 4)
-    assert world.status.ledger.metrics == {"loss": 2.0}
+    assert world.ledger.metrics == {"loss": 2.0}
 
 
 def test_a_refused_round_is_tried_again_with_the_same_rows():
     world = running()
-    trained = world.status.ledger.rows_trained
+    trained = world.ledger.rows_trained
     world.groups[1].will_refuse = True
     world.run_to_commit(3)
-    assert world.status.ledger.rows_trained == trained + 12
+    assert world.ledger.rows_trained == trained + 12
     (recovered,) = world.told("recovered")
     assert (recovered.num_tries, recovered.syncs_lost) == (2, 0)
     assert recovered.cause.startswith("group 1 refused")
@@ -283,12 +283,12 @@ def test_a_listener_that_refuses_is_not_waited_for_and_the_next_round_is_without
 def test_a_listener_that_does_not_vote_delays_a_commit_by_a_second():
     world = joining(vote_timeout_s=5.0, heartbeat_timeout_s=60.0)
     world.run_until(lambda: has_ready(world, 2, "vote"))
-    commit = world.status.ledger.commit
+    commit = world.ledger.commit
     world.hung.add(2)
     world.exchange(20)
-    assert world.status.ledger.commit == commit
+    assert world.ledger.commit == commit
     tick(world, 1.1)
-    assert world.status.ledger.commit == commit + 1
+    assert world.ledger.commit == commit + 1
     world.hung.clear()
     world.copy_all()
     world.run_until(lambda: world.groups[2].copy is None)
@@ -300,7 +300,7 @@ def test_a_listener_that_does_not_vote_delays_a_commit_by_a_second():
 def test_rounds_go_on_without_a_listener_that_makes_them_fail_and_it_is_lost_in_the_end():
     world = joining()
     world.cut_off.add(2)
-    world.run_to_commit(world.status.ledger.commit + 1)
+    world.run_to_commit(world.ledger.commit + 1)
     world.run_until(lambda: 2 not in standings(world))
     lost = world.told("group_lost")[-1]
     assert (lost.group, lost.reason) == (2, "exchange")
@@ -484,7 +484,7 @@ def test_votes_that_miss_on_most_copies_are_waited_for_once_more():
     for group in world.lives():
         while group.outbox:
             world.deliver(group)
-    assert world.status.ledger.commit == 3
+    assert world.ledger.commit == 3
 
 
 def test_a_connection_that_breaks_after_silence_is_no_end_of_its_rank():
@@ -560,7 +560,7 @@ def with_spare(**policy: Any) -> World:
     world = World(2, **policy)
     world.start_group(2, "spare")
     world.exchange(20)
-    assert world.status.leader is None
+    assert world.leader is None
     world.tend()
     world.run_to_commit(2)
     assert standings(world) == {0: "current", 1: "current", 2: "spare"}
@@ -748,14 +748,14 @@ def test_poison_fails_the_run_where_that_is_asked_for():
 
 def test_the_lowest_group_leads_until_it_is_lost():
     world = running()
-    assert world.status.leader == 0
+    assert world.leader == 0
     world.kill(0)
-    assert world.status.leader == 1
+    assert world.leader == 1
     world.start_group(0)
     world.run_until(lambda: listening(world, 0))
     world.copy_all()
     world.run_until(lambda: standings(world)[0] == "current")
-    assert world.status.leader == 1
+    assert world.leader == 1
 
 
 def test_a_listener_hears_of_the_end_too():
@@ -767,7 +767,7 @@ def test_a_listener_hears_of_the_end_too():
     world.run_until(lambda: world.status.has_finished)
     world.hung.clear()
     world.run_until(lambda: all(group.is_through for group in world.lives()))
-    assert world.status.ledger.epoch == EPOCHS
+    assert world.ledger.epoch == EPOCHS
     assert world.told("metrics"), "the last metrics go out"
 
 
@@ -790,7 +790,7 @@ def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
     newest = world.groups[0].round
     assert newest and newest.overlaps and not newest.is_exact
     world.needing_exact.add(1)
-    world.run_to_commit(world.status.ledger.commit + 3)
+    world.run_to_commit(world.ledger.commit + 3)
     rounds = [group.round for group in world.lives()]
     assert all(each and each.is_exact and not each.overlaps for each in rounds)
     world.needing_exact.clear()
@@ -824,8 +824,8 @@ def test_a_run_goes_on_from_its_checkpoint_though_coordinators_die_before_its_fi
         world.wait(0.05)
     for life in world.lives():
         life.connect()
-    world.run_until(lambda: world.status.ledger.commit > 0)
-    now = world.status.ledger
+    world.run_until(lambda: world.ledger.commit > 0)
+    now = world.ledger
     assert (now.commit, now.rows_trained) >= (saved.commit, saved.rows_trained)
     world.run_to_end()
     world.check_rows()
@@ -1000,9 +1000,9 @@ def test_leases_become_as_long_as_syncs_ask_for_also_under_another_coordinator(m
     world.run_until(lambda: world.told("sync_interval_changed"))
     (moved,) = world.told("sync_interval_changed")
     assert (moved.every_steps_before, moved.every_steps) == (4, 8)
-    assert moved.step == world.status.ledger.rows_done
+    assert moved.step == world.ledger.rows_done
     assert "waits 20.0% of its time" in moved.reason
-    commit = world.status.ledger.commit
+    commit = world.ledger.commit
     world.run_to_commit(commit + 1)
     world.start_coordinator()
     world.run_to_commit(commit + 3)
@@ -1036,7 +1036,7 @@ def test_bad_rows_of_an_epoch_count_once_whoever_trained_them():
             world.tend()
         world.exchange(1)
         world.copy_all()
-        totals.add(world.status.ledger.quarantined)
+        totals.add(world.ledger.quarantined)
     for epoch in range(EPOCHS):
         assert max(total for of, total in totals if of == epoch) == len(elastic_world.BAD_ROWS)
     world.run_to_end()
@@ -1046,11 +1046,11 @@ def test_a_group_lost_while_it_measures_leaves_its_rows_to_the_others():
     world = running()
     world.validation_due = True
     world.run_until(lambda: any(group.measured for group in world.lives()))
-    rows = world.status.ledger.rows_trained
+    rows = world.ledger.rows_trained
     world.kill(1)
     world.run_until(lambda: world.joined)
     assert world.joined == [{(0, 2), (1, 2)}]
-    assert world.status.ledger.rows_trained == rows, "measured on one state"
+    assert world.ledger.rows_trained == rows, "measured on one state"
 
 
 def test_a_pause_is_what_a_recovery_took_beyond_the_usual():

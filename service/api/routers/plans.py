@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import replace
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Request
 
 from service.api.deps import (
@@ -40,7 +39,7 @@ router = APIRouter(tags=["jobs"], route_class=ThreadRoute)
 _POLL_S = 0.25
 _MAX_CALIBRATING = 20
 # A plan may wait for minutes; those of the API are for all.
-_threads = ThreadPoolExecutor(32, "plans")
+_threads = CapacityLimiter(32)
 
 
 @router.post("/v1/plans", summary="Plan a job on a cluster")
@@ -52,10 +51,8 @@ async def make_plan(
     that cannot be or is not known, 504 beyond `time_limit_s`.
     """
     limit = Limit(body.time_limit_s)
-    run = copy_context().run
-    work = asyncio.get_running_loop().run_in_executor(
-        _threads, run, _planned, body, context, principal, limit
-    )
+    planned = to_thread.run_sync(_planned, body, context, principal, limit, limiter=_threads)
+    work = asyncio.create_task(planned)
     try:
         while not (await asyncio.wait({work}, timeout=_POLL_S))[0]:
             if await request.is_disconnected():

@@ -54,7 +54,10 @@ def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
     for each in trials:
         study.add_trial(_as_known(sweep, each, space))
     found = study.ask(space).params
-    return {each.path: _value(each, found[each.path]) for each in sweep.parameters}
+    return {
+        each.path: each.values[found[each.path]] if each.values else found[each.path]
+        for each in sweep.parameters
+    }
 
 
 def _distribution(parameter: Parameter) -> optuna.distributions.BaseDistribution:
@@ -70,10 +73,6 @@ def _distribution(parameter: Parameter) -> optuna.distributions.BaseDistribution
     if parameter.is_integer:
         return IntDistribution(int(parameter.low), int(parameter.high), log=parameter.is_log)
     return FloatDistribution(parameter.low, parameter.high, log=parameter.is_log)
-
-
-def _value(parameter: Parameter, suggested: Any) -> Any:
-    return parameter.values[suggested] if parameter.values else suggested
 
 
 def _as_known(
@@ -102,18 +101,16 @@ def _as_known(
     return create_trial(params=params, distributions=dict(space), **outcome)
 
 
-def spec_of_trial(sweep: Sweep, number: int, values: Mapping[str, Any]) -> JobSpec:
+def spec_of_trial(
+    sweep: Sweep, number: int, values: Mapping[str, Any], base: JobSpec | None = None
+) -> JobSpec:
     """The spec of a trial's job; raises `SpecError` for values that are not legal together.
 
     Where it reads and writes, what code it runs and for whom cannot be searched: that was checked
-    once, for the user that made the sweep.
+    once, for the user that made the sweep. `base` is the sweep's own spec, where it is known.
     """
-    return _spec_of_trial(sweep, validate_spec(dict(sweep.spec)), number, values)
-
-
-def _spec_of_trial(sweep: Sweep, base: JobSpec, number: int, values: Mapping[str, Any]) -> JobSpec:
     spec = validate_spec(set_values(dict(sweep.spec), values))
-    if _fixed(spec) != _fixed(base):
+    if _fixed(spec) != _fixed(base or validate_spec(dict(sweep.spec))):
         message = "name, project, paths, sinks, code and cluster are the same for all trials"
         raise SpecError([FieldProblem(path, "fixed_field", message) for path in values])
     labels = {**spec.labels, "sweep": sweep.id, "trial": str(number)}
@@ -143,7 +140,7 @@ def check_sweep(sweep: Sweep) -> list[JobSpec]:
     for parameter in sweep.parameters:
         for value in parameter.corners:
             try:
-                spec = _spec_of_trial(sweep, base, 0, {parameter.path: value})
+                spec = spec_of_trial(sweep, 0, {parameter.path: value}, base)
                 tried.setdefault(spec.model_dump_json(include=_ASKED_OF_CLUSTER), spec)
             except SpecError as error:
                 problems += [

@@ -37,12 +37,8 @@ class LineBlock:
 
     @property
     def num_lines(self) -> int:
-        return count_of_lines(self.lines)
-
-
-def count_of_lines(lines: bytes) -> int:
-    """Number of lines, of which the last may lack its line feed."""
-    return lines.count(b"\n") + (not lines.endswith(b"\n"))
+        """The last may lack its line feed."""
+        return self.lines.count(b"\n") + (not self.lines.endswith(b"\n"))
 
 
 def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:

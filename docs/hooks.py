@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,7 +30,6 @@ from service.auth.permissions import (  # noqa: E402
     Rule,
     Scope,
 )
-from service.cli.main import GROUP  # noqa: E402
 from service.cli.main import build_app as build_cli  # noqa: E402
 from service.domain.models import EndReason  # noqa: E402
 from service.domain.retries import (  # noqa: E402
@@ -43,6 +41,7 @@ from service.domain.retries import (  # noqa: E402
     advice_of,
 )
 from service.settings import Settings  # noqa: E402
+from trainer.datasets.cli import app as data_app  # noqa: E402
 from trainer.protocol.events import (  # noqa: E402
     Event,
     EventModel,
@@ -298,8 +297,7 @@ def _content(part: Schema, links: Links) -> str:
 
 def _cli() -> str:
     root: Any = typer.main.get_command(build_cli())
-    plugged = entry_points(group=GROUP)
-    root.commands |= {each.name: typer.main.get_command(each.load()) for each in plugged}
+    root.commands["data"] = typer.main.get_command(data_app)
     panels: dict[str, list[str]] = {}
     for panel, name, command in _commands(root):
         panels.setdefault(panel, []).append("\n".join(_command(name, command)))

@@ -1,4 +1,4 @@
-"""`shardloom data prepare --on cluster ...`: the command as a Job in Kubernetes, and followed.
+"""`shardloom data`: the trainer's own commands, and `prepare --on cluster` as a Job in Kubernetes.
 
 The Job is a copy of the CronJob that the chart makes (image, volumes, rights, resources), with the
 arguments of the command. It outlives the CLI: the same command finds it while it runs, and
@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,27 @@ _POLL_S = 1.0
 _PATIENCE_S = 120.0
 # What data that cannot be prepared ends with: to try again would not mend it.
 _EXIT_BAD_DATA = 2
+
+
+def data(context: typer.Context) -> None:
+    """Prepare and generate training data."""
+    if on_cluster := cluster_command(context.args):
+        run(on_cluster)
+        return
+    try:
+        # By its name: what it needs is no part of a client, nor of the service.
+        commands = import_module("trainer.datasets.cli").app
+        commands(args=context.args, prog_name="shardloom data")
+    except ModuleNotFoundError as error:
+        _print_missing("`shardloom data`", error, "data")
+        raise typer.Exit(UNAVAILABLE) from None
+
+
+def _print_missing(what: str, error: ModuleNotFoundError, extra: str) -> None:
+    error_console().print(
+        f"{what} needs the package {error.name}, which is not installed: "
+        f"pip install 'shardloom[{extra}]'"
+    )
 
 
 @dataclass(frozen=True)
@@ -87,10 +109,7 @@ def run(command: ClusterCommand) -> None:
     try:
         from service.backends.kuberay.client import KubeApi, KubeRefused
     except ModuleNotFoundError as error:
-        error_console().print(
-            f"--on cluster needs the package {error.name}, which is not installed: "
-            "pip install 'shardloom[service]'"
-        )
+        _print_missing("--on cluster", error, "service")
         raise typer.Exit(UNAVAILABLE) from None
     name = ""
     try:

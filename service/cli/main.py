@@ -1,9 +1,8 @@
-"""The `shardloom` command: its commands by heading, and those that other packages plug in.
+"""The `shardloom` command: its commands by heading.
 
-A package names a Typer app in the entry point group `shardloom.commands`; its name becomes the
-command, and it is imported only when it is called. So the CLI needs no torch, Ray, polars, FastAPI
-or SQLAlchemy until a command does. Exit codes: docs/reference/cli.md; settings from the
-environment: `service.settings`. SHARDLOOM_URL names the service to talk to.
+It needs no torch, Ray, polars, FastAPI or SQLAlchemy until a command does. Exit codes:
+docs/reference/cli.md; settings from the environment: `service.settings`. SHARDLOOM_URL names the
+service to talk to.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
 from service.cli import admin, artifacts, data, jobs, stack, submit, sweeps
-from service.cli.common import UNAVAILABLE, ErrorReportingGroup, error_console
+from service.cli.common import ErrorReportingGroup
 
-GROUP = "shardloom.commands"
-_HELP = {"data": "Prepare and generate training data."}
 _TOOLS = "Tools"
 _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "The local stack": {
@@ -78,43 +75,8 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
 }
 
 
-def add_plugins(app: typer.Typer) -> None:
-    """Add every plugged-in command to `app`; imports none of them."""
-    for entry in entry_points(group=GROUP):
-        app.command(
-            entry.name,
-            help=_HELP.get(entry.name, f"Commands of {entry.module}."),
-            rich_help_panel=_TOOLS,
-            add_help_option=False,
-            # Everything behind the name, --help included, belongs to the plug-in.
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        )(_forward(entry))
-
-
-def _forward(entry: EntryPoint) -> Callable[[typer.Context], None]:
-    def command(ctx: typer.Context) -> None:
-        if entry.name == "data" and (on_cluster := data.cluster_command(ctx.args)):
-            data.run(on_cluster)
-            return
-        try:
-            sub_app = entry.load()
-        except ModuleNotFoundError as error:
-            missing = error.name or str(error)
-            if missing.partition(".")[0] in ("trainer", "service"):
-                raise
-            extra = ",".join(entry.extras) or entry.name
-            error_console().print(
-                f"`shardloom {entry.name}` needs the package {missing}, which is not installed: "
-                f"pip install 'shardloom[{extra}]'"
-            )
-            raise typer.Exit(UNAVAILABLE) from None
-        sub_app(args=ctx.args, prog_name=f"shardloom {entry.name}")
-
-    return command
-
-
 def build_app() -> typer.Typer:
-    """The whole CLI, plug-ins included."""
+    """The whole CLI."""
     app = typer.Typer(
         cls=ErrorReportingGroup,
         no_args_is_help=True,
@@ -129,7 +91,12 @@ def build_app() -> typer.Typer:
                 app.add_typer(command, name=name, rich_help_panel=panel)
             else:
                 app.command(name, rich_help_panel=panel)(command)
-    add_plugins(app)
+    app.command(
+        rich_help_panel=_TOOLS,
+        add_help_option=False,
+        # Everything behind the name, --help included, is the trainer's.
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(data.data)
     return app
 
 

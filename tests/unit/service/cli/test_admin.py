@@ -1,22 +1,23 @@
-"""Keys, access and plug-ins on the command line; a key is kept for one service."""
+"""Keys, access and `data` on the command line; a key is kept for one service."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from service.cli import common, main
+from service.cli import common
 from service.client import credentials
 from service.client.client import ShardloomClient
 from service.client.errors import CredentialsUnusable
 from service.client.transport import RetryPolicy
 from service.settings import Settings
+from tests.conftest import REPO
 from tests.harness.builders import spec_document
 from tests.harness.service import Guarded, GuardedApps, shardloom
 
@@ -200,67 +201,18 @@ def test_secrets_come_from_the_environment_or_are_asked_for(
     assert "from-environment" not in shown
 
 
-# ---- commands of other packages
+# ---- commands of the trainer
 
 
-@pytest.fixture
-def plugged(monkeypatch, tmp_path):
-    """Plug in the module `some_plugin` with the given source; returns its name."""
-
-    def plug(source: str) -> None:
-        (tmp_path / "some_plugin.py").write_text(source)
-        entry = EntryPoint("greet", "some_plugin:app", main.GROUP)
-        monkeypatch.setattr(main, "entry_points", lambda group: [entry])
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, "some_plugin", raising=False)
-
-    return plug
+def test_a_package_that_data_needs_is_named_with_the_extra_that_brings_it(tmp_path):
+    code = "import sys; sys.modules['polars'] = None; from service.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "data", "generate", "movielens", str(tmp_path / "ml")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "needs the package polars" in done.stderr and "shardloom[data]" in done.stderr
 
 
-WORKING = """
-import typer
-app = typer.Typer()
-
-@app.command()
-def hello(name: str, loud: bool = False):
-    print("HELLO" if loud else "hello", name)
-
-@app.command()
-def bye():
-    print("bye")
-"""
-
-
-def test_arguments_and_options_reach_the_plug_in(plugged):
-    plugged(WORKING)
-    result = shardloom("greet", "hello", "Ada", "--loud")
-    assert (result.exit_code, result.stdout) == (0, "HELLO Ada\n")
-    helped = shardloom("greet", "--help").stdout
-    assert "shardloom greet" in helped and "bye" in helped
-
-
-def test_a_plug_in_is_listed_without_being_imported(plugged):
-    plugged("raise RuntimeError('imported too early')")
-    result = shardloom("--help")
-    assert result.exit_code == 0
-    assert "greet" in result.stdout
-
-
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(plugged):
-    plugged("import a_package_that_is_not_there")
-    result = shardloom("greet", "hello")
-    assert result.exit_code == 3
-    assert "a_package_that_is_not_there" in result.stderr
-    assert "shardloom[greet]" in result.stderr
-
-
-def test_a_fault_of_our_own_code_is_not_taken_for_a_missing_package(plugged):
-    plugged("import trainer.there_is_no_such_module")
-    result = shardloom("greet", "hello")
-    assert isinstance(result.exception, ModuleNotFoundError)
-
-
-def test_the_data_commands_are_plugged_in():
+def test_the_data_commands_are_the_trainers():
     helped = shardloom("data", "prepare", "--help").stdout
     for option in ("--on", "--namespace", "--job"):
         assert option in helped

@@ -301,6 +301,11 @@ class Sparse(Net):
         super().__init__(spec, device)
         self.words = nn.Embedding(3, 4, sparse=True)
 
+class Frozen(Net):
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        self.bags.requires_grad_(False)
+
 class Short(Net):
     def __init__(self, spec, device):
         super().__init__(spec, device)
@@ -340,6 +345,7 @@ def test_tables_that_differ_from_the_spec_are_named(write: Write) -> None:
     [
         ("Lazy", "out.weight gets its size from the first batch"),
         ("Sparse", "words has sparse gradients"),
+        ("Frozen", "tables in bags learn whatever requires_grad says"),
         ("Short", "ages is torch.int16, which ranks cannot exchange"),
         ("Complex", "phase is torch.complex64, which optimizer.dense.name adam does not train"),
     ],

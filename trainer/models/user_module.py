@@ -263,7 +263,7 @@ def _faults(network: nn.Module, spec: JobSpec) -> Iterator[str]:
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
             yield f"{name} has sparse gradients, which are not averaged; leave sparse=True out"
         if configs_of(each) and not all(table.requires_grad for table in each.parameters()):
-            yield f"tables in {name} learn whatever requires_grad says; detach what they give instead"
+            yield f"tables in {name} learn whatever requires_grad says; detach what they give"
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         if is_lazy(tensor):
             yield f"{name} gets its size from the first batch; give it to a module that is not lazy"

@@ -22,7 +22,6 @@ from trainer.coordination.messages import (
     Answer,
     Arrive,
     GroupState,
-    Heartbeat,
     Hello,
     RankProcess,
     Rejection,
@@ -324,11 +323,6 @@ class GroupRegistry:
         self.departures.append(departure)
 
     # --- heartbeats
-
-    def beat(self, group: Group, heartbeats: Iterable[Heartbeat], now: float) -> None:
-        for each in heartbeats:
-            rank = RankId(group.group, group.incarnation, each.rank)
-            self.monitor.beat(rank, each, now)
 
     def wake(self, now: float) -> None:
         """Correct all limits for a pause of this process itself."""

@@ -146,9 +146,11 @@ class Membership:
     ) -> list[Effect]:
         group = self._groups.find(speaker)
         if group:
-            self._groups.beat(group, heartbeats, now)
-            for first in (each for each in heartbeats if each.rank == 0):
-                self._metrics.record_heartbeat(group.group, first, now)
+            for each in heartbeats:
+                rank = RankId(group.group, group.incarnation, each.rank)
+                self._groups.monitor.beat(rank, each, now)
+                if each.rank == 0:
+                    self._metrics.record_heartbeat(group.group, each, now)
         return self._take_effects()
 
     def on_arrive(

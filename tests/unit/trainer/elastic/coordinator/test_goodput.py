@@ -140,7 +140,7 @@ def checkpoint(time: float, step: int) -> CheckpointCommitted:
 @pytest.mark.parametrize("ahead_s", [-40.0, 40.0])
 def test_a_host_whose_clock_is_off_makes_no_time_negative(ahead_s: float, tmp_path: Path) -> None:
     told: list[Metrics] = []
-    goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"  # type: ignore[arg-type]
+    goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
     goodput.begin(stream, now=100.0)
     for event in (started(110.0 + ahead_s), checkpoint(120.0 + ahead_s, step=20)):
         EventWriter(stream).write(event)

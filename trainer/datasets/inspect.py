@@ -117,9 +117,9 @@ def _unusable(column: ColumnReport) -> str | None:
         return "a time: derive features from it"
     if column.kind == "other":
         return "neither a number nor text: store it as one"
-    if column.num_nulls == column.num_rows:
-        return "nothing but nulls"
-    if column.num_distinct <= 1 and column.num_nulls == 0 and column.lists is None:
+    if not column.num_distinct:
+        return "it holds no value"
+    if column.num_distinct == 1 and column.num_nulls == 0 and column.lists is None:
         return "always the same"
     if column.kind == "number" and column.lists is not None:
         return "a list of numbers: use it as weights_column"

@@ -47,7 +47,7 @@ class ListLengths:
 
 @dataclass(frozen=True)
 class ColumnReport:
-    """One column. For lists all but `num_nulls` is about their items.
+    """One column. For lists all is about their items; `num_nulls` counts null lists, too.
 
     `kind`: integer, number, text, or other; text that is all integers or numbers counts as such.
     `top_share` is the share of the values that the most frequent hundredth of the distinct ones
@@ -142,7 +142,9 @@ class ColumnSketch:
             max([longest, *lengths.top_k(1).to_list()]),
             num_empty + int((lengths == 0).sum()),
         )
-        return lists.filter(lengths > 0).explode().drop_nulls()
+        items = lists.filter(lengths > 0).explode()
+        self._num_nulls += items.null_count()
+        return items.drop_nulls()
 
     def _add_numbers(self, values: pl.Series) -> None:
         if not len(values) or (numbers := self._as_numbers(values)) is None:

@@ -111,10 +111,10 @@ def test_infinite_numbers_are_counted_apart():
 
 
 def test_lists_have_lengths_and_their_items_are_counted():
-    found = sketch_of([[1, 2, 2], [], None], [[5], [2, 9]])
+    found = sketch_of([[1, 2, 2], [], None], [[5], [2, 9, None]])
     assert found.lists is not None
     assert (found.lists.mean, found.lists.longest, found.lists.num_empty) == (1.5, 3, 1)
-    assert (found.num_nulls, found.num_distinct, found.maximum) == (1, 4, 9)
+    assert (found.num_nulls, found.num_distinct, found.maximum) == (2, 4, 9)
 
 
 @given(st.lists(st.lists(st.integers(0, 50), max_size=40), min_size=1, max_size=6))
@@ -242,6 +242,7 @@ def test_no_column_is_suggested_that_training_refuses(tmp_path):
     # Digits that are stored as text, lists, and names with little room.
     columns |= {"zip": ["1", "2"], "size": ["1.5", "2"], "u" * 62: [1, 2], "v" * 63: [1, 2]}
     columns["seen"] = pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))
+    columns["gaps"] = [[1, None], [2]]
     columns["seen_for"] = pa.ListArray.from_arrays([0, 1, 2], prices)
     unread = {"is new?": [0, 1], "image": [b"a", b"b"]}
     pq.write_table(pa.table(columns | unread), tmp_path / "a.parquet")
@@ -250,7 +251,8 @@ def test_no_column_is_suggested_that_training_refuses(tmp_path):
     assert open_source(spec, tmp_path).columns
     assert (suggestion.label, suggestion.loss) == ("label", "bce")
     found = [feature.name for feature in spec.features]
-    assert found == ["price", "is_new", "zip", "size", "u" * 62, "v" * 63, "seen"]
+    assert found == ["price", "is_new", "zip", "size", "u" * 62, "v" * 63, "seen", "gaps"]
+    assert spec.features[-1].hashing, "a null is no id of a table"
     assert "seen_for: left out, a list of numbers: use it as weights_column" in suggestion.notes
     assert "image: left out, neither a number nor text: store it as one" in suggestion.notes
 

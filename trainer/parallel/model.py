@@ -166,16 +166,17 @@ def _compile(network: nn.Module) -> None:
 
 
 def stored_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Buffers of the dense part that belong to its state, such as those of a BatchNorm.
+    """Buffers of the dense part that belong to its state, such as those of a BatchNorm, each once.
 
     As they are now: a module may replace its buffers.
     """
-    return [
+    found = [
         buffer
         for _, each in _dense_modules(module)
         for name, buffer in each.named_buffers(recurse=False)
         if name not in each._non_persistent_buffers_set
     ]
+    return list(dict.fromkeys(found))
 
 
 def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:

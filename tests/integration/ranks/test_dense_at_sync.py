@@ -147,10 +147,11 @@ def test_a_transposed_parameter_is_synced_like_any_other() -> None:
 
 
 def _sync_under_two_names(case: Case) -> float:
-    """A buffer of a module that the network has twice, which goes on by 10 as a sync overlaps."""
+    """A buffer that the network has thrice, by two modules, goes on by 10 as a sync overlaps."""
     model, spec = _from_another_seed(case)
     norm = torch.nn.BatchNorm1d(1)
     model.module.norm, model.module.layers = norm, torch.nn.Sequential(norm)
+    model.module.register_buffer("mean", norm.running_mean)
     optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
     overlapped = spec.parallelism.sync.model_copy(update={"overlap": True})
     parallelism = spec.parallelism.model_copy(update={"sync": overlapped})
@@ -167,7 +168,7 @@ def _sync_under_two_names(case: Case) -> float:
     return norm.running_mean.item()
 
 
-def test_the_buffers_of_a_module_with_two_names_are_averaged_once() -> None:
+def test_a_buffer_with_several_names_is_averaged_once() -> None:
     found = run_ranks(_sync_under_two_names, 4, replace(Case(4, 2), placement="inter_host"))
     assert found == [11.0, 12.0, 11.0, 12.0]
 

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from service.files import write_private
 from service.local.state import StackHome, StackState, boot_id
-from tests.harness.emulated import EmulatedHosts, Link
+from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
 from tests.harness.wait import scaled, wait_for
 from trainer.fault_injection import Fault
 
@@ -109,13 +111,13 @@ class Machine:
 
 
 @contextmanager
-def machines(number: int, folder: Path, settings: Mapping[str, str]) -> Iterator[Sequence[Machine]]:
-    """So many machines, with homes below `folder`; all that runs there ends with them."""
+def machines(folder: Path, settings: Mapping[str, str]) -> Iterator[Sequence[Machine]]:
+    """Three machines, with homes below `folder`; all that runs there ends with them."""
+    if reason := missing_requirement():
+        pytest.skip(reason)
     write_private(folder / "ray-token", secrets.token_hex(32))
-    with EmulatedHosts(number, _GIGABIT) as hosts:
-        made = [
-            Machine(hosts, index, folder / f"machine-{index}", settings) for index in range(number)
-        ]
+    with EmulatedHosts(3, _GIGABIT) as hosts:
+        made = [Machine(hosts, index, folder / f"machine-{index}", settings) for index in range(3)]
         yield made
     for each in made:
         # Ray's folder lies outside the test's own: it has to have a short path.

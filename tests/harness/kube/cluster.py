@@ -19,7 +19,7 @@ import yaml
 from kubernetes import client, config
 from kubernetes.client import ApiClient
 
-from tests.harness.kube.objects import CRD_FOLDER, read_definitions
+from tests.harness.kube.objects import read_definitions
 from tests.harness.kube.server import KubeApiServer, Rule
 from tests.harness.wait import wait_for
 
@@ -151,8 +151,6 @@ def _is_established(definitions: Any, name: str) -> bool:
 @pytest.fixture(scope="session")
 def kube_api_server() -> Iterator[KubeApiServer]:
     """One API server of ours for the session; each test has a namespace of its own in it."""
-    if not CRD_FOLDER.is_dir():
-        pytest.skip(f"KubeRay's CustomResourceDefinitions are not at {CRD_FOLDER}")
     with KubeApiServer() as server:
         yield server
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.harness.emulated import missing_requirement
 from tests.harness.machines import RAY_PORT, Machine, machines, serve_beside, slow_until
 from tests.harness.object_store import run_object_store
 from tests.harness.wait import scaled, wait_for
@@ -60,8 +59,6 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    if reason := missing_requirement():
-        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("site")
     runs = folder / "runs"
     runs.mkdir()
@@ -72,7 +69,7 @@ def site(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "SHARDLOOM_STORAGE_ROOTS": json.dumps([str(small_movielens)]),
         VARIABLE: FAULTS.dump_json([slow_until(folder / "release", 0.3)]).decode(),
     }
-    with machines(3, folder, settings) as (service, *hosts):
+    with machines(folder, settings) as (service, *hosts):
         network = service.hosts.network(service.index)
         with run_object_store(service.address, network) as store:
             settings |= store.environment | {"SHARDLOOM_CHECKPOINT_ROOT": store.url("checkpoints")}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.emulated import missing_requirement, namespaces_in_use
+from tests.harness.emulated import namespaces_in_use
 from tests.harness.machines import RAY_PORT, Machine, machines, serve_beside, slow_until
 from tests.harness.wait import scaled, wait_for
 from trainer.data.manifest import load_manifest
@@ -82,15 +82,13 @@ class Network:
 @pytest.fixture(scope="module")
 def network(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     """The head is up and nobody has joined; afterwards nothing of it is left."""
-    if reason := missing_requirement():
-        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("network")
     settings = {
         "SHARDLOOM_RUNS_DIR": str(folder / "runs"),
         "SHARDLOOM_STORAGE_ROOTS": json.dumps([str(small_movielens)]),
         VARIABLE: FAULTS.dump_json([slow_until(folder / "release", 0.5)]).decode(),
     }
-    with machines(3, folder, settings) as (head, first, second):
+    with machines(folder, settings) as (head, first, second):
         _, user = serve_beside(head, head)
         yield Network(head, (first, second), user, folder)
         namespaces = {_network_namespace(each) for each in (head, first, second)}

@@ -20,7 +20,7 @@ import yaml
 
 from deploy.chart import CHART, problems
 from service.jobs.actions import merged
-from tests.harness.kube.objects import CRD_FOLDER, built_in_validator, crd_validator
+from tests.harness.kube.objects import built_in_validator, crd_validator
 from tests.unit.k8s.rendering import (
     FULL,
     VERSION,
@@ -42,10 +42,6 @@ _WITHOUT_SCHEMA = (
 )
 # The oldest version that docs/guides/kubernetes.md names, and the newest the package knows.
 VERSIONS = ("1.32", kubernetes_validate.latest_version())
-
-with_crds = pytest.mark.skipif(
-    not CRD_FOLDER.is_dir(), reason=f"needs the CRDs of KubeRay v1.7.0 in {CRD_FOLDER}"
-)
 
 
 def _check_kubernetes(manifest: Manifest, version: str = VERSIONS[-1]) -> None:
@@ -80,13 +76,11 @@ def test_objects_of_kubernetes_are_valid(variant: str) -> None:
         _check_kubernetes(manifest, version)
 
 
-@with_crds
 @every_variant
 def test_ray_cluster_is_valid_by_its_crd(variant: str) -> None:
     _check_ray_cluster(ray_cluster(variant))
 
 
-@with_crds
 def test_a_misspelt_field_is_an_error_whoever_defines_it() -> None:
     cluster = copy.deepcopy(ray_cluster(FULL))
     container = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]

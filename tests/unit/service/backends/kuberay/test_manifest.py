@@ -22,14 +22,9 @@ from service.backends.kuberay.manifest import (
     size_of,
 )
 from service.errors import SubmissionRefused
-from tests.harness.kube.objects import CRD_FOLDER, built_in_validator, crd_validator
+from tests.harness.kube.objects import built_in_validator, crd_validator
 from tests.harness.kuberay import ATTEMPT, OPTIONS, group, spec_of, submission, template
 from tests.unit.k8s.rendering import every_variant, ray_cluster
-
-needs_crds = pytest.mark.skipif(
-    not CRD_FOLDER.exists(),
-    reason="the CRD schemas of KubeRay (../shared/kuberay-crds) are not here",
-)
 
 
 def _made(manifest: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
@@ -46,7 +41,6 @@ def _bounds(rayjob: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
 # ---- valid
 
 
-@needs_crds
 @every_variant
 def test_examples_give_rayjobs_that_are_valid(variant: str) -> None:
     device = "cpu" if variant.startswith("dev") else "cuda"
@@ -97,7 +91,6 @@ def test_tokens_are_in_the_secret_and_nowhere_else() -> None:
         assert pod["template"]["metadata"]["labels"]["shardloom.io/job"] == sent.job_id
 
 
-@needs_crds
 def test_a_cluster_of_an_isolated_project_shares_nothing_with_those_of_others() -> None:
     options = replace(OPTIONS, namespace="ads-training", ray_token_of="Ray of {}".format)
     sent = submission()

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torchrec import EmbeddingBagCollection, PoolingType
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from trainer import failures
@@ -264,6 +265,9 @@ def _faults(network: nn.Module, spec: JobSpec) -> Iterator[str]:
             yield f"{name} has sparse gradients, which are not averaged; leave sparse=True out"
         if configs_of(each) and not all(table.requires_grad for table in each.parameters()):
             yield f"tables in {name} learn whatever requires_grad says; detach what they give"
+        is_weighted = isinstance(each, EmbeddingBagCollection) and each.is_weighted()
+        if is_weighted and any(table.pooling == PoolingType.MEAN for table in configs_of(each)):
+            yield f"means of weighted ids in {name} have wrong gradients on CPUs; divide sums"
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         if is_lazy(tensor):
             yield f"{name} gets its size from the first batch; give it to a module that is not lazy"

@@ -258,19 +258,20 @@ def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(write: Write) -> 
 BAGS = """
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-def bags(spec):
+def bags(spec, pooling=PoolingType.SUM):
     configs = [
         EmbeddingBagConfig(
             name=table.name,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
             feature_names=[f.name for f in spec.features if f.table == table.name],
+            pooling=pooling,
         )
         for table in spec.embedding_tables
     ]
-    return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    return EmbeddingBagCollection(configs, is_weighted=True, device=torch.device("meta"))
 
 class Net(nn.Module):
     def __init__(self, spec, device):
@@ -305,6 +306,11 @@ class Frozen(Net):
     def __init__(self, spec, device):
         super().__init__(spec, device)
         self.bags.requires_grad_(False)
+
+class Mean(nn.Module):
+    def __init__(self, spec, device):
+        super().__init__()
+        self.bags = bags(spec, PoolingType.MEAN)
 
 class Short(Net):
     def __init__(self, spec, device):
@@ -346,6 +352,7 @@ def test_tables_that_differ_from_the_spec_are_named(write: Write) -> None:
         ("Lazy", "out.weight gets its size from the first batch"),
         ("Sparse", "words has sparse gradients"),
         ("Frozen", "tables in bags learn whatever requires_grad says"),
+        ("Mean", "means of weighted ids in bags have wrong gradients on CPUs"),
         ("Short", "ages is torch.int16, which ranks cannot exchange"),
         ("Complex", "phase is torch.complex64, which optimizer.dense.name adam does not train"),
     ],

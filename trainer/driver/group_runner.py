@@ -335,6 +335,9 @@ class GroupRunLoop:
 
     def _remove(self, run: GroupRun, failure: Failure | None) -> Failure | None:
         """Remove a group whose workers have ended; the failure if it ends the job."""
+        # Who is not to end ends well only when all is trained, whether or not that was told.
+        may_end = run.leave_cause or run.is_spare or run.lost_at
+        self._has_finished |= failure is None and not may_end
         if failure and not (run.lost_at or run.has_left or self._has_finished):
             self._lose(run, failure)
         elif failure and run.lost_at:

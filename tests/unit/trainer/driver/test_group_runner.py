@@ -333,6 +333,15 @@ def test_the_training_is_over_when_the_coordinator_says_so(world: World) -> None
     assert not world.told(events.HostExcluded)
 
 
+def test_the_training_is_over_when_groups_end_well_though_the_coordinator_is_away_or_forgot_it(
+    world: World,
+) -> None:
+    world.train()
+    world.answers = False
+    world.end((0, 0))
+    assert world.look() == Ended()
+
+
 def test_without_a_group_that_trained_all_start_again_from_a_checkpoint(world: World) -> None:
     world.train()
     del world.hosts["b"]

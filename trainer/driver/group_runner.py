@@ -588,10 +588,9 @@ class GroupRunLoop:
 
     def await_workers(self) -> None:
         """Wait for the workers to end after a complete training."""
-        # A spare has nothing to end, and may still be starting.
-        futures.wait(
-            [run.future for run in self._all_runs if not run.is_spare], self.config.end_grace_s
-        )
+        # Who did not train has nothing to end, and may still be starting.
+        trained = [run.future for run in self.runs.values() if run.was_current]
+        futures.wait(trained, self.config.end_grace_s)
 
     def kill_workers(self) -> None:
         """Kill the workers that are left."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -340,6 +342,20 @@ def test_the_training_is_over_when_groups_end_well_though_the_coordinator_is_awa
     world.answers = False
     world.end((0, 0))
     assert world.look() == Ended()
+
+
+def test_the_end_of_the_training_waits_for_no_group_that_still_starts_or_was_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.train()
+    del world.standings[2, 0]
+    world.departures.append(departed(2, "hang"))
+    world.hosts["d"] = 1
+    assert world.look() is None
+    assert (2, 1) in world.runs, "it starts again"
+    monkeypatch.setattr(futures, "wait", wait := Mock())
+    world.life.await_workers()
+    assert wait.call_args.args[0] == [world.runs[group, 0][1] for group in (0, 1)]
 
 
 def test_without_a_group_that_trained_all_start_again_from_a_checkpoint(world: World) -> None:

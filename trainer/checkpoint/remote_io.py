@@ -159,13 +159,10 @@ class RemoteWriter(FileSystemWriter):
         _check_version()
         # Objects are durable when they are there; there is nothing to fsync.
         super().__init__(str(folder), sync_files=False)
-        self._files = _RemoteFiles()
-        self.fs: Any = self._files
+        files = _RemoteFiles()
+        self.records = files.records
+        self.fs: Any = files
         self.path: Any = folder
-
-    @property
-    def records(self) -> dict[str, FileRecord]:
-        return self._files.records
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share; raises a `StorageError`."""

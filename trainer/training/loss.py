@@ -154,8 +154,7 @@ class LossWeighting:
 
     def __init__(self, spec: JobSpec, group: dist.ProcessGroup) -> None:
         self._is_accumulating = spec.training.accumulate_steps > 1
-        has_weights = spec.data.weight_column is not None or spec.data.on_bad_rows == "quarantine"
-        self.is_on = has_weights or self._is_accumulating
+        self.is_on = spec.data.has_row_weights or self._is_accumulating
         self._group = group
         self._num_ranks = dist.get_world_size(group)
         self._work: dist.Work | None = None

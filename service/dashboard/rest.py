@@ -62,7 +62,13 @@ class Rest:
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False, client=remote)
         origin = f"{page.url.scheme}://{page.headers['host']}"
         async with httpx.AsyncClient(transport=transport, base_url=origin, timeout=None) as http:
-            answer = await http.request(method, path, headers=headers, **options)
+            try:
+                request = http.build_request(method, path, headers=headers, **options)
+            except (TypeError, ValueError) as error:  # of the JSON
+                detail = f"leave out binary values, sets, .nan, .inf and lone surrogates ({error})"
+                problem = Problem(title="Not sent", status=422, detail=detail, code="not_sent")
+                raise Refused(problem) from None
+            answer = await http.send(request)
         if answer.is_error:
             raise Refused(Problem.model_validate_json(answer.content))
         return answer

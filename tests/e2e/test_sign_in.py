@@ -132,9 +132,12 @@ def test_a_sweep_is_begun_from_the_page_and_watched_to_its_best_trial(
     searched.fill("training.epochs")
     expect(tab.get_by_text("does not read KEY=RANGE")).to_be_visible(timeout=LIVE_MS)
     expect(tab.get_by_role("button", name="Submit")).to_be_disabled()
-    searched.fill("training.epochs=1,2")
+    searched.fill("training.epochs=.nan")
     # Fields below it move as the error goes: a click that begins before may end elsewhere.
     expect(tab.get_by_text("does not read KEY=RANGE")).not_to_be_visible(timeout=LIVE_MS)
+    tab.get_by_role("button", name="Start the sweep").click()
+    expect(tab.get_by_text("leave out binary values")).to_be_visible(timeout=LIVE_MS)
+    searched.fill("training.epochs=1,2")
     tab.get_by_label("search", exact=True).click()
     tab.get_by_role("option", name="grid").click()
     expect(tab.locator(".command-line")).to_contain_text(

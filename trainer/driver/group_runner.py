@@ -594,14 +594,11 @@ class GroupRunLoop:
 
     def kill_workers(self) -> None:
         """Kill the workers that are left."""
-        for run in self._all_runs:
+        runs = [*self.runs.values(), *self._zombies]
+        for run in runs:
             if not run.future.done():
                 self._kill(run)
-        futures.wait([run.future for run in self._all_runs], self.config.kill_grace_s)
-
-    @property
-    def _all_runs(self) -> list[GroupRun]:
-        return [*self.runs.values(), *self._zombies]
+        futures.wait([run.future for run in runs], self.config.kill_grace_s)
 
 
 def run_groups(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 from urllib.parse import quote
 
@@ -58,6 +59,16 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 def submit(dashboard: Dashboard, name: str) -> Job:
     """Store a queued job that was submitted a minute ago."""
     return store_job(dashboard.store, queued_job(now=time.time() - 60, name=name))
+
+
+def store_sweep(dashboard: Dashboard, metric: str, *trials: tuple[Any, str]) -> None:
+    """Store sweep-1, which has tried these epochs, each with a job."""
+    searched = (Parameter("training.epochs", values=(*(value for value, _ in trials), 9)),)
+    sweeps = SweepStore(dashboard.store.engine)
+    sweeps.create(Sweep("sweep-1", "lr", {}, searched, metric, len(trials), time.time()))
+    for number, (value, job_id) in enumerate(trials):
+        values = {"training.epochs": value}
+        sweeps.add_trial(Trial("sweep-1", number, values, time.time(), job_id=job_id))
 
 
 def training_records(step: int) -> list[Event]:
@@ -200,14 +211,8 @@ def test_two_quick_clicks_turn_one_page_and_the_way_back_is_one_click(
 def test_pages_say_why_they_cannot_be_read_while_the_store_is_away(
     page: Page, dashboard: Dashboard, running: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched = (Parameter("training.epochs", values=(1, 2)),)
-    sweep = Sweep("sweep-1", "lr", {}, searched, "train/loss", 2, time.time())
-    sweeps = SweepStore(dashboard.store.engine)
-    sweeps.create(sweep)
-    for number, job_id in enumerate((running.id, "job-deleted")):
-        values = {"training.epochs": number + 1}
-        sweeps.add_trial(Trial(sweep.id, number, values, time.time(), job_id=job_id))
-    page.goto(f"/dashboard/sweeps/{sweep.id}")
+    store_sweep(dashboard, "train/loss", (1, running.id), (2, "job-deleted"))
+    page.goto("/dashboard/sweeps/sweep-1")
     expect(page.get_by_text("deleted")).to_be_visible()
     expect(page.get_by_role("link", name="Compare the best")).to_have_count(0)
     locked = Mock(side_effect=StoreUnavailable("it is locked"))
@@ -332,11 +337,7 @@ def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: 
 def test_pages_are_accessible(
     page: Page, dashboard: Dashboard, running: Job, axe: str, theme: str
 ) -> None:
-    searched = (Parameter("training.epochs", values=(1, 2)),)
-    sweep = Sweep("sweep-1", "lr", {}, searched, "train/loss", 1, time.time())
-    sweeps = SweepStore(dashboard.store.engine)
-    sweeps.create(sweep)
-    sweeps.add_trial(Trial(sweep.id, 0, {"training.epochs": 1}, time.time(), job_id=running.id))
+    store_sweep(dashboard, "train/loss", (1, running.id))
     cookie = {"name": "shardloom-theme", "value": theme, "domain": "127.0.0.1", "path": "/"}
     page.context.add_cookies([cookie])
     for path, shown in (
@@ -345,7 +346,7 @@ def test_pages_are_accessible(
         (f"compare?jobs={running.id}", ".drawn"),
         (f"jobs/{running.id}", ".drawn"),
         ("sweeps", ".data"),
-        (f"sweeps/{sweep.id}", ".badge"),
+        ("sweeps/sweep-1", ".badge"),
         ("no/such/page", ".blank"),
         ("cluster", ".figures"),
         ("settings", ".data, .empty"),
@@ -362,17 +363,12 @@ HOSTILE = 'x" innerHTML="<img src=q onerror=window.pwned=1>'
 def test_no_name_of_a_metric_becomes_a_part_of_the_page(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
-    searched = (Parameter("training.epochs", values=(HOSTILE, 2)),)
-    sweep = Sweep("sweep-1", "lr", {}, searched, HOSTILE, 1, time.time())
-    sweeps = SweepStore(dashboard.store.engine)
-    sweeps.create(sweep)
-    values = {"training.epochs": HOSTILE}
-    sweeps.add_trial(Trial(sweep.id, 0, values, time.time(), job_id=running.id))
+    store_sweep(dashboard, HOSTILE, (HOSTILE, running.id))
     told = metrics(40).model_copy(update={"values": {HOSTILE: 0.5}})
     tell(dashboard.store, running, told)
     compared = f"compare?jobs={running.id}&metrics={quote(HOSTILE)}"
     for path, label in (
-        (f"sweeps/{sweep.id}", f"{HOSTILE} by trial"),
+        ("sweeps/sweep-1", f"{HOSTILE} by trial"),
         (compared, HOSTILE),
         (f"jobs/{running.id}", "Loss"),
     ):

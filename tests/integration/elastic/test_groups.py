@@ -12,7 +12,7 @@ import pytest
 from tests.harness.chaos import SLOW_PACE_S, Campaign, elastic_config
 from tests.harness.elastic import ElasticHarness
 from tests.harness.files import records_in, replace_values
-from tests.harness.object_store import run_object_store
+from tests.harness.object_store import ObjectStore
 from tests.harness.wait import scaled
 from tests.integration.ranks.test_movielens_arch import example_config
 from trainer import failures
@@ -89,12 +89,15 @@ def check_that_nobody_was_restarted(harness: ElasticHarness) -> None:
     assert not [life for life in lives if life[1]], harness.tails()
 
 
-def test_groups_go_on_from_what_the_leader_saved_and_share_its_validation(
-    small_movielens: Path, tmp_path: Path
+def test_groups_go_on_from_what_the_leader_saved_to_s3_and_share_its_validation(
+    small_movielens: Path, tmp_path: Path, store: ObjectStore
 ) -> None:
     settings = (ONE_EPOCH, "checkpoint.every_steps=1000000")
-    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, *settings)
-    paused_at = _pause(config, tmp_path)
+    saved_to = f"checkpoint.path={store.url('runs')}"
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, *settings, saved_to)
+    config = replace(config, secrets=SecretEnv(store.environment))
+    with store.failing(rates={"503": 0.05, "cut": 0.02}, seed=1):
+        paused_at = _pause(config, tmp_path)
     last = replace(config, attempt_id="job-x-a1")
     with ElasticHarness(last, tmp_path / "lost", 2, restarts=False) as harness:
         harness.wait_for(lambda: shares_of(harness, 1), TIMEOUT_S, "group 1 measures its share")
@@ -107,6 +110,7 @@ def test_groups_go_on_from_what_the_leader_saved_and_share_its_validation(
         harness.wait_to_end()
         assert (shares_of(harness, 0), shares_of(harness, 1)) == ([[0, 2]], [[1, 2]])
     assert validation_of(again) == pytest.approx(validation_of(last), rel=1e-9)
+    assert not RunDir(config.run_dir).checkpoints_dir.exists()
 
 
 def shares_of(harness: ElasticHarness, group: int) -> list[list[int]]:
@@ -144,25 +148,6 @@ def test_a_stalled_store_and_a_coordinator_lost_between_vote_and_verdict_cost_no
         campaign.finish(config)
         check_that_nobody_was_restarted(harness)
     assert list_committed(checkpoints)
-
-
-@pytest.mark.slow
-def test_groups_save_to_s3_and_go_on_from_there(small_movielens: Path, tmp_path: Path) -> None:
-    with run_object_store() as store:
-        settings = (
-            ONE_EPOCH,
-            "checkpoint.every_steps=20",
-            f"checkpoint.path={store.url('runs')}",
-        )
-        config = elastic_config(small_movielens, tmp_path / "run", 2, 1, *settings)
-        config = replace(config, secrets=SecretEnv(store.environment))
-        with store.failing(rates={"503": 0.05, "cut": 0.02}, seed=1):
-            paused_at = _pause(config, tmp_path)
-            again = replace(config, attempt_id="job-x-a1")
-            with ElasticHarness(again, tmp_path / "again", 2) as harness:
-                harness.wait_for(lambda: harness.of("committed"), 60, "the groups train again")
-                assert min(record["commit"] for record in harness.of("committed")) > paused_at
-    assert not RunDir(config.run_dir).checkpoints_dir.exists()
 
 
 def _pause(config: WorkerConfig, tmp_path: Path) -> int:

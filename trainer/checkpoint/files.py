@@ -23,7 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from trainer.coordination.messages import EarlyStoppingState, EpochRows
 from trainer.coordination.sync_tuner import TunerState
-from trainer.errors import DataError, SourceMissingError
+from trainer.errors import DataError, SourceMissingError, StorageError
 from trainer.protocol.run_dir import (
     COMMIT_MARKER,
     FileRecord,
@@ -83,11 +83,21 @@ def find_folders(checkpoints_dir: Folder) -> list[Folder]:
 
 
 def read_file(folder: Folder, name: str) -> bytes | None:
-    """A small file; None where there is none."""
+    """A small file; None where there is none. Raises `StorageError` where storage is away."""
     try:
         return (folder / name).read_bytes()
-    except (FileNotFoundError, SourceMissingError):
+    except (FileNotFoundError, NotADirectoryError, SourceMissingError):
         return None
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def unreadable(folder: Folder, error: OSError) -> StorageError:
+    """The error for files that cannot be read, which says nothing of what is in them."""
+    return StorageError(
+        f"checkpoint {folder} cannot be read ({error}): is its storage away? If that lasts, move "
+        "this folder elsewhere, and the checkpoint before is used"
+    )
 
 
 def remove_folder(folder: Folder) -> None:
@@ -199,12 +209,12 @@ _COMMIT = TypeAdapter(Commit)
 def read_commit(folder: Folder) -> Commit | None:
     """The marker in `folder`; None when there is none or it is damaged.
 
-    Raises `StorageError` where remote storage is away.
+    Raises `StorageError` where storage is away.
     """
+    content = read_file(folder, COMMIT_MARKER)
+    if content is None:
+        return None
     try:
-        content = read_file(folder, COMMIT_MARKER)
-        if content is None:
-            return None
         document = json.loads(content)
         if not isinstance(document, dict):
             raise ValueError("it is no JSON object")
@@ -212,7 +222,7 @@ def read_commit(folder: Folder) -> Commit | None:
         if document.pop(_CHECKSUM, None) not in (None, _checksum(document)):
             raise ValueError("its checksum is wrong")
         return _COMMIT.validate_python(document)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         logger.warning("checkpoint marker in %s is damaged and ignored: %s", folder, error)
         return None
 

@@ -43,7 +43,6 @@ from trainer.data.position import (
     position_of,
     step_start,
 )
-from trainer.errors import DataError
 from trainer.failures import restart_delay_s
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
@@ -285,7 +284,7 @@ class CheckpointManager:
         )
         try:
             self._retain()
-        except DataError as error:
+        except FAULTS as error:
             # The new checkpoint is safe; older ones are tried again after the next save.
             logger.warning("old checkpoints stay for now: %s", error)
 
@@ -312,7 +311,7 @@ class CheckpointManager:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
 
         Raises `CheckpointError` on every rank where nothing can be written or another attempt holds
-        the run folder, and `StorageError` where remote storage goes away meanwhile.
+        the run folder, and `StorageError` where storage goes away meanwhile.
         """
         save_load.prepare_folder(self._folder, self.group)
         save_load.of_first(self._clean_up, self.group)

@@ -141,7 +141,7 @@ def find_source(path: Folder, group: dist.ProcessGroup | None = None) -> Committ
     """The checkpoint at `path`, or the newest that is whole in that folder, or of that run.
 
     Those that a rewind of the run has left behind are no newest ones. Collective over `group`.
-    Raises `CheckpointError` on every rank, or `StorageError` where remote storage is away.
+    Raises `CheckpointError` on every rank, or `StorageError` where storage is away.
     """
     named, folder = of_first(lambda: _look_at(path), group)
     if named is not None:

@@ -41,6 +41,7 @@ from trainer.checkpoint.files import (
     make_writable,
     read_commit,
     remove_folder,
+    unreadable,
     write_marker,
 )
 from trainer.checkpoint.remote_io import METADATA, RemoteWriter, SafeLoadPlanner, reader_for
@@ -97,7 +98,7 @@ def list_committed(
     Those of a later attempt, or a later run of its workers, are newer whatever their step: it went
     on from an earlier one, and what the workers before saved since is of a line that was left.
 
-    Raises `StorageError` where remote storage is away, as everything that lists checkpoints does.
+    Raises `StorageError` where storage is away, as everything that lists checkpoints does.
     """
     found = [
         CommittedCheckpoint(folder, commit)
@@ -270,7 +271,7 @@ def is_intact(checkpoint: CommittedCheckpoint, group: dist.ProcessGroup | None =
     """Whether every file still has its recorded size and checksum. Collective: ranks share work.
 
     `group` spans all ranks and waits for the one that reads most, or whose storage is away.
-    Raises `StorageError` on every rank where remote storage is away, which proves nothing.
+    Raises `StorageError` on every rank where storage is away, which proves nothing.
     """
     names = sorted(checkpoint.commit.files)[dist.get_rank() :: dist.get_world_size()]
     files = checkpoint.commit.files
@@ -287,8 +288,10 @@ def matches(folder: Folder, name: str, record: FileRecord) -> bool:
         if isinstance(file, Path):
             return file_record(file) == record
         return FileRecord(*file.size_and_sha256()) == record
-    except (OSError, SourceMissingError):
+    except (FileNotFoundError, SourceMissingError):
         return False
+    except OSError as error:
+        raise unreadable(folder, error) from error
 
 
 def newest_intact(
@@ -316,7 +319,7 @@ def load(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None 
     Collective over `group`, which spans all ranks.
 
     Raises `CheckpointMismatch` when the checkpoint holds other tables or shapes, `StorageError`
-    where remote storage is away, and `CheckpointRefused` where it would run code.
+    where storage is away, and `CheckpointRefused` where it would run code.
     """
     reader, planner = reader_for(folder), SafeLoadPlanner()
     try:
@@ -324,6 +327,8 @@ def load(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None 
     except (CheckpointException, OSError) as error:
         if isinstance(cause := _cause(error), DataError):
             raise _as_storage_fault(cause) from error
+        if isinstance(cause, OSError):
+            raise unreadable(folder, cause) from error
         if isinstance(cause, pickle.UnpicklingError):
             raise refused(folder, cause) from error
         raise CheckpointMismatch(

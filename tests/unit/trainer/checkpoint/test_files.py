@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,11 +20,13 @@ from trainer.checkpoint.manager import TrainState, state_of
 from trainer.checkpoint.save_load import (
     CommittedCheckpoint,
     list_committed,
+    matches,
     remove_uncommitted,
     superseded,
 )
 from trainer.coordination.messages import EpochRows, Ledger
 from trainer.data.position import position_of
+from trainer.errors import StorageError
 from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord
 from trainer.spec.training import CheckpointSpec
 
@@ -60,6 +65,24 @@ def test_a_folder_without_a_whole_marker_does_not_exist(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [kept, damaged]
     remove_folder(kept)
     assert list(tmp_path.iterdir()) == [damaged]
+
+
+def test_a_file_that_a_network_disk_does_not_give_is_neither_damaged_nor_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = add(tmp_path, 7)
+
+    def away(path: Path, *_args: object) -> bytes:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", away)
+    with pytest.raises(StorageError, match=r"step-00000007 cannot be read .*Stale file handle"):
+        list_committed(tmp_path)
+    with pytest.raises(StorageError):
+        remove_uncommitted(tmp_path)
+    monkeypatch.setattr(Path, "open", away)
+    with pytest.raises(StorageError):
+        matches(saved, "__0_0.distcp", FileRecord(3, "abc"))
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))

@@ -236,25 +236,6 @@ def test_followed_logs_go_on_into_the_next_attempt_and_end_with_the_job(api: Api
         assert (end.event, json.loads(end.data)) == ("end", {"status": "SUCCEEDED"})
 
 
-def test_logs_are_read_in_pieces_by_cursor(api: Api) -> None:
-    job_id = api.start()
-    attempt_id = f"{job_id}-a0"
-    api.log(attempt_id, "driver", "up\n")
-    api.log(attempt_id, "rank-0", "a\nb\n")
-    first = api.http.get(f"/v1/jobs/{job_id}/logs").json()
-    assert first["sources"] == ["driver", "rank-0"]
-    assert [(line["source"], line["text"]) for line in first["lines"]] == [
-        ("driver", "up"),
-        ("rank-0", "a"),
-        ("rank-0", "b"),
-    ]
-    api.log(attempt_id, "rank-0", "c\n")
-    second = api.http.get(f"/v1/jobs/{job_id}/logs", params={"after": first["cursor"]}).json()
-    assert [line["text"] for line in second["lines"]] == ["c"]
-    tail = api.http.get(f"/v1/jobs/{job_id}/logs?source=rank-0&tail=2").json()
-    assert [line["text"] for line in tail["lines"]] == ["b", "c"]
-
-
 def test_log_names_cannot_leave_their_folder(api: Api) -> None:
     job_id = api.start()
     spoilt = ("../../../etc/passwd", "..", "../spec", "rank-1/../../x", "driver\n")

@@ -54,7 +54,9 @@ def _texts(api: Api, job: str, **params: Any) -> list[str]:
 
 
 def test_lines_tell_rank_level_and_time(api: Api, job: str) -> None:
+    assert _texts(api, job)[:2] == ["up", "step 1"], "those of the driver come first"
     body = api.http.get(f"/v1/jobs/{job}/logs", params={"source": "rank-0"}).json()
+    assert body["sources"] == ["driver", "rank-0", "rank-3"]
     assert body["lines"][1] == {
         "source": "rank-0",
         "text": "2026-11-21T10:00:05.000Z WARNING trainer: slow peer",
@@ -66,11 +68,12 @@ def test_lines_tell_rank_level_and_time(api: Api, job: str) -> None:
     assert [line["level"] for line in body["lines"][2:5]] == ["error"] * 3
 
 
-def test_lines_are_filtered_by_rank_level_text_and_time(api: Api, job: str) -> None:
+def test_lines_are_chosen_by_source_tail_rank_level_text_and_time(api: Api, job: str) -> None:
     traceback = "Traceback (most recent call last):"
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({"rank": 3}, ["step 1", "Aborted"]),
         ({"rank": 7}, []),
+        ({"source": "rank-3", "tail": 1}, ["Aborted"]),
         # A level takes in the traceback and the last words.
         ({"level": "warning"}, ["slow peer", "lost rank 3", traceback, "gone", "Aborted"]),
         ({"q": "LOST RANK"}, ["lost rank 3"]),

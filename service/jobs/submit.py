@@ -111,7 +111,7 @@ def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | Non
         return _unknown_size(spec)
     again = "prepare the data again with `shardloom data prepare`"
     try:
-        sized.append(_sized(spec, _read_manifest(manifest)))
+        found = _read_manifest(manifest)
     except FileNotFoundError:
         message = f"{manifest} is missing, so the folder was never finished; {again}"
         return FieldProblem("data.path", "missing_manifest", message)
@@ -120,8 +120,31 @@ def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | Non
     except OSError as error:
         message = f"{manifest} cannot be read ({error}); {again}"
     else:
-        return None
+        sized.append(_sized(spec, found))
+        return _missing_column(spec, found.columns)
     return FieldProblem("data.path", "unreadable_manifest", message)
+
+
+def _missing_column(spec: JobSpec, columns: Collection[str]) -> FieldProblem | None:
+    """A column that a spec reads of prepared data which has `columns`, and not this one."""
+    label_of = {f"model.tasks[{n}].label": task.label for n, task in enumerate(spec.model.tasks)}
+    if None in label_of.values():
+        label_of["data.label"] = spec.data.label
+    names = {
+        f"{field}.{each}": getattr(label, each)
+        for field, label in label_of.items()
+        for each in ("column", "offset_column", "scale_column")
+        if label
+    }
+    names["data.weight_column"] = spec.data.weight_column
+    for index, feature in enumerate(spec.features):
+        names[f"features[{index}].column"] = feature.source_column
+        names[f"features[{index}].weights_column"] = feature.weights_column
+    for field, name in names.items():
+        if name and columns and name not in columns:
+            message = f"{spec.data.path} has no column '{name}'; it has {', '.join(columns)}"
+            return FieldProblem(field, "missing_column", message)
+    return None
 
 
 def _unknown_size(spec: JobSpec) -> FieldProblem | None:
@@ -136,8 +159,12 @@ def _unknown_size(spec: JobSpec) -> FieldProblem | None:
 
 
 class _Manifest(BaseModel):
-    """What of a manifest tells the sizes of tables; the rest becomes no object of Python."""
+    """What of a manifest tells columns and sizes of tables; the rest becomes no object of Python.
 
+    Folders that others made may have no `columns`.
+    """
+
+    columns: dict[str, str] = {}
     vocab_sizes: dict[str, PositiveInt] = {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_finished_data_is_accepted_and_remote_data_seen_when_the_job_starts(
     (tmp_path / "manifest.json").write_text('{"splits": {}}')
     for path in (tmp_path, "s3://bucket/ratings", "gs://bucket/ratings"):
         api.submit(data=_data(path))
+
+
+@pytest.mark.parametrize(
+    ("missing", "field"), [("age", "features[1].column"), ("rating", "data.label.column")]
+)
+def test_a_column_that_prepared_data_lack_is_refused(
+    api: Api, tmp_path: Path, missing: str, field: str
+) -> None:
+    columns = {"user_id": "int64", "age": "float32", "rating": "float32"}
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"columns": columns}))
+    api.submit(data=_data(tmp_path))
+    del columns[missing]
+    manifest.write_text(json.dumps({"columns": columns}))
+    (fault,) = _refused(api, data=_data(tmp_path))
+    assert (fault["path"], fault["code"]) == (field, "missing_column")
+    assert f"no column '{missing}'; it has {', '.join(columns)}" in fault["message"]
 
 
 def test_plain_parquet_needs_no_manifest_where_tables_have_sizes(api: Api, tmp_path: Path) -> None:

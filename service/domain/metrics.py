@@ -58,7 +58,9 @@ def goodput_of(metrics: Mapping[str, float]) -> Goodput | None:
 def steps_at_risk(metrics: Mapping[str, float]) -> int | None:
     """Steps that no checkpoint has yet; None where that is not known."""
     steps = metrics.get(AT_RISK)
-    return round(steps) if steps is not None and math.isfinite(steps) else None
+    if steps is None or not math.isfinite(steps):
+        return None
+    return round(min(steps, 2**53))  # a job may tell any number, of which products are no floats
 
 
 def phase_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:

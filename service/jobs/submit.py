@@ -121,7 +121,9 @@ def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | Non
         message = f"{manifest} cannot be read ({error}); {again}"
     else:
         sized.append(_sized(spec, found))
-        return _missing_column(spec, found.columns)
+        # The folder of a part that the manifest does not name may have other columns.
+        is_named = spec.data.split.train in found.splits
+        return _missing_column(spec, found.columns) if is_named else None
     return FieldProblem("data.path", "unreadable_manifest", message)
 
 
@@ -158,12 +160,17 @@ def _unknown_size(spec: JobSpec) -> FieldProblem | None:
     return None
 
 
+class _Split(BaseModel):
+    """A part of prepared data, of which only the name is read."""
+
+
 class _Manifest(BaseModel):
     """What of a manifest tells columns and sizes of tables; the rest becomes no object of Python.
 
     Folders that others made may have no `columns`.
     """
 
+    splits: dict[str, _Split] = {}
     columns: dict[str, str] = {}
     vocab_sizes: dict[str, PositiveInt] = {}
 

@@ -104,11 +104,13 @@ def test_a_column_that_prepared_data_lack_is_refused(
     api: Api, tmp_path: Path, missing: str, field: str
 ) -> None:
     columns = {"user_id": "int64", "age": "float32", "rating": "float32"}
+    told = {"splits": {"train": {"num_rows": 8}}, "columns": columns}
     manifest = tmp_path / "manifest.json"
-    manifest.write_text(json.dumps({"columns": columns}))
+    manifest.write_text(json.dumps(told))
     api.submit(data=_data(tmp_path))
     del columns[missing]
-    manifest.write_text(json.dumps({"columns": columns}))
+    manifest.write_text(json.dumps(told))
+    api.submit(data=_data(tmp_path) | {"split": {"train": "not-in-the-manifest"}})
     (fault,) = _refused(api, data=_data(tmp_path))
     assert (fault["path"], fault["code"]) == (field, "missing_column")
     assert f"no column '{missing}'; it has {', '.join(columns)}" in fault["message"]

@@ -32,8 +32,8 @@ _ACCELERATOR = "accelerator_type:"
 class HostFacts:
     """What a live host of the cluster has in all, whoever uses it now.
 
-    `memory_bytes` is what Ray may use, 0 where it is not known; `gpu` the type of its GPUs as Ray
-    names it.
+    `memory_bytes` is what Ray may use, 0 where it is not known, as `gpu_memory_bytes` of one GPU.
+    `gpu` is its type as Ray names it.
     """
 
     address: str
@@ -41,6 +41,7 @@ class HostFacts:
     num_gpus: float
     memory_bytes: int
     gpu: str = ""
+    gpu_memory_bytes: int = 0  # of the answer of GET /v1/cluster, too
 
 
 def host_memory_bytes() -> tuple[int, int]:
@@ -82,6 +83,7 @@ def _facts_of(address: str, resources: Mapping[str, float]) -> HostFacts:
         num_gpus=resources.get("GPU", 0),
         memory_bytes=int(resources.get("memory", 0)),
         gpu=gpu,
+        gpu_memory_bytes=gpu_memory_bytes(gpu),
     )
 
 
@@ -130,7 +132,7 @@ def worker_bytes(
     share = min(shares, default=None)
     if not use_gpu:
         return share, share
-    sizes = [gpu_memory_bytes(host.gpu) for host, _ in usable]
+    sizes = [host.gpu_memory_bytes for host, _ in usable]
     return min(sizes) if sizes and all(sizes) else None, share
 
 

@@ -76,6 +76,8 @@ def test_workers_have_the_memory_of_the_smallest_gpu_where_ray_names_them_all() 
     assert memory("A100") == 40 * GIB
     assert memory("H100", "T4") is None
     assert site_of(on_gpus, hosts(8, gpus=2)).worker_bytes is None
+    (told,) = hosts_by_address([("10.0.0.1", {"GPU": 2, "accelerator_type:H100": 1.0})])
+    assert told.gpu_memory_bytes == 80 * GIB, "as GET /v1/cluster tells it"
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.integers(1, 20))

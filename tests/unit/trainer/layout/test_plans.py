@@ -272,7 +272,7 @@ def test_a_plan_of_torchrec_decides_memory_and_balance_of_the_layouts_with_such_
 
 def test_the_cluster_of_the_service_is_described_by_what_ray_says_of_it() -> None:
     spec = spec_of(4, parallelism=AUTO | {"workers": 8})
-    gpu = HostFacts("a", 16, 8, 64 * GIB, "H100")
+    gpu = HostFacts("a", 16, 8, 64 * GIB, "H100", 80 * GIB)
     site = PlanSite.of_site(site_of(spec, [gpu]))
     assert (site.cluster.device, site.room) == ("cuda", (8,))
     assert site.host_memory_bytes == 8 * GIB
@@ -286,7 +286,7 @@ def test_the_cluster_of_the_service_is_described_by_what_ray_says_of_it() -> Non
     assert site.cluster.hbm_bytes_per_s == cluster_of("8xH100-80GB").hbm_bytes_per_s
     cpu = PlanSite.of_site(site_of(spec, [HostFacts("a", 8, 0, 64 * GIB)]))
     assert (cpu.cluster.device, cpu.cluster.hbm_bytes) == ("cpu", 8 * GIB)
-    unknown = replace(gpu, gpu="T4")
+    unknown = replace(gpu, gpu="T4", gpu_memory_bytes=0)
     for hosts, words in (([unknown], "GPUs \\(T4\\)"), ([], "no host")):
         with pytest.raises(ClusterError, match=words):
             PlanSite.of_site(site_of(spec, hosts))

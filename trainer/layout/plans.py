@@ -168,7 +168,7 @@ class Comparer:
 
     L and the placement are free whatever the spec says. `check` is called for each layout and may
     raise, to end it. Raises `LayoutError` where the cluster has no room for the fewest workers, or
-    no layout survives what it must.
+    no layout survives what it must, and `SpecError` where the spec refuses each.
     """
 
     def __init__(
@@ -202,6 +202,9 @@ class Comparer:
             with suppress(ValueError):  # of what the spec asks of a layout
                 self._laid_out[choice] = _with_layout(sized, choice)
                 self._options[choice] = _distinct(_settled(spec, self._at_syncs(choice, None)))
+        if not self._options:
+            layout = self._chosen.layout
+            spec.with_layout(layout.shard_group_size, layout.placement)
 
     def add(self, topology: GroupTopology, plan: GroupPlan) -> None:
         """Cost the layouts with such groups anew, by TorchRec's plan."""

@@ -26,6 +26,7 @@ from trainer.layout.plans import (
 )
 from trainer.layout.workload import GroupPlan, RankLoad, TablePlacement, planned
 from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 
 GIB = 2**30
@@ -115,6 +116,17 @@ def test_layouts_and_intervals_that_a_spec_may_not_have_are_no_candidates(
         own = spec.parallelism.model_copy(update={"sync": sync})
         at_interval = spec.model_copy(update={"parallelism": own})
         assert at_interval.with_layout(each.shard_group_size, each.placement)
+
+
+def test_a_spec_that_may_have_no_layout_is_told_why() -> None:
+    spec = spec_of(
+        4,
+        parallelism=AUTO | {"dense": "at_sync", "sync": {"every_steps": 4}},
+        training={"accumulate_steps": 3, "report_every_steps": 3},
+        checkpoint={"every_steps": 3},
+    )
+    with pytest.raises(SpecError, match=r"sync\.every_steps: must be a multiple of .* \(3\)"):
+        compared(spec)
 
 
 def test_a_tuned_interval_is_planned_where_it_would_settle_with_room_for_the_longest() -> None:

@@ -47,13 +47,14 @@ class ListLengths:
 
 @dataclass(frozen=True)
 class ColumnReport:
-    """One column. For lists all is about their items; `num_nulls` counts null lists, too.
+    """One column. For lists all but `num_nulls` is about their items.
 
     `kind`: integer, number, text, or other; text that is all integers or numbers counts as such.
     `top_share` is the share of the values that the most frequent hundredth of the distinct ones
     make up; `zipf_exponent` is minus the slope of log count over log rank, None for few values.
-    `is_estimate` marks `num_distinct` and both of these. NaN counts as null; infinite numbers are
-    counted in `num_infinite` and left out of range, mean and deviation.
+    `is_estimate` marks `num_distinct` and both of these. `num_nulls` are the rows with a null, or
+    with NaN that is in no list; infinite numbers are counted in `num_infinite` and left out of
+    range, mean and deviation.
     """
 
     name: str
@@ -142,9 +143,8 @@ class ColumnSketch:
             max([longest, *lengths.top_k(1).to_list()]),
             num_empty + int((lengths == 0).sum()),
         )
-        items = lists.filter(lengths > 0).explode()
-        self._num_nulls += items.null_count()
-        return items.drop_nulls()
+        self._num_nulls += int((lists.list.drop_nulls().list.len() < lengths).sum())
+        return lists.filter(lengths > 0).explode().drop_nulls()
 
     def _add_numbers(self, values: pl.Series) -> None:
         if not len(values) or (numbers := self._as_numbers(values)) is None:

@@ -60,7 +60,8 @@ def steps_at_risk(metrics: Mapping[str, float]) -> int | None:
     steps = metrics.get(AT_RISK)
     if steps is None or not math.isfinite(steps):
         return None
-    return round(min(steps, 2**53))  # a job may tell any number, of which products are no floats
+    # A job may tell any number, of which products are no floats.
+    return round(max(0, min(steps, 2**53)))
 
 
 def phase_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:

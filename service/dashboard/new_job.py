@@ -379,9 +379,8 @@ class NewJobPage:
         if search:
             path, body = "/v1/sweeps", body | search
         elif self._cloned and not self._template:
-            both = (self._cloned, checked.spec)
-            old, new = (each.model_dump(mode="json", exclude_none=True) for each in both)
-            path, body = f"/v1/jobs/{self._source}:clone", {"patch": spec_text.patch_of(old, new)}
+            path = f"/v1/jobs/{self._source}:clone"
+            body = spec_text.clone_of(self._cloned, checked.spec)
         try:
             answer = await self._rest.send("POST", path, json=body, **options)
         except Refused as refused:

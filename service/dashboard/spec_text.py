@@ -231,6 +231,13 @@ def patch_of(old: Any, new: Any) -> Any:
     return {key: patch_of(old.get(key), value) for key, value in changed.items()} | gone
 
 
+def clone_of(old: JobSpec, new: JobSpec) -> dict[str, Any]:
+    """The body of a request that clones a job with spec `old` and has `new` made of it."""
+    patch = patch_of(*(each.model_dump(mode="json", exclude_none=True) for each in (old, new)))
+    # What a patch removes is the default, which validation is not to be where there is none.
+    return {"patch": patch, "set": {"data.split.validation": new.data.split.validation}}
+
+
 # ---- templates, and the command for the same
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from service.dashboard import spec_text
 from service.dashboard.new_job import FORM
-from service.jobs.actions import merged
-from tests.harness.builders import spec_document
+from service.jobs.actions import cloned_spec, merged
+from service.schemas.jobs import CloneJob
+from tests.harness.builders import queued_job, spec, spec_document
 from trainer.spec.parse import parse_document
 
 TEXT = """# what it is for
@@ -117,6 +119,14 @@ def test_the_command_says_what_was_changed_in_an_example_or_names_a_file() -> No
 def test_a_patch_leads_from_one_document_to_another() -> None:
     old, new = {"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"b": 3, "c": [1]}, "e": {"f": 4}}
     assert merged(old, spec_text.patch_of(old, new)) == new
+
+
+def test_a_clone_has_the_spec_that_was_written_also_without_validation() -> None:
+    data = spec_document()["data"]
+    without = spec(data=data | {"split": {"validation": None}}, training={"epochs": 5})
+    for old, new in ((spec(), without), (without, spec()), (without, without)):
+        body = CloneJob(**spec_text.clone_of(old, new))
+        assert cloned_spec(replace(queued_job(), spec=old), body.set, body.patch, None) == new
 
 
 def test_only_what_differs_is_told_and_items_of_lists_go_by_their_names() -> None:

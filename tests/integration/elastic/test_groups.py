@@ -99,7 +99,7 @@ def test_groups_go_on_from_what_the_leader_saved_to_s3_and_share_its_validation(
     with store.failing(rates={"503": 0.05, "cut": 0.02}, seed=1):
         paused_at = _pause(config, tmp_path)
     last = replace(config, attempt_id="job-x-a1")
-    with ElasticHarness(last, tmp_path / "lost", 2, restarts=False) as harness:
+    with ElasticHarness(last, tmp_path / "lost", 2, scaled(0.1), restarts=False) as harness:
         harness.wait_for(lambda: shares_of(harness, 1), TIMEOUT_S, "group 1 measures its share")
         harness.life(1).kill()
         harness.wait_to_end()

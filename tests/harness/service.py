@@ -7,6 +7,7 @@ answers with them.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from anyio.to_thread import current_default_thread_limiter
 from click.testing import Result
 from fastapi.testclient import TestClient
 from httpx_sse import EventSource, ServerSentEvent
@@ -46,6 +48,7 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.databases import store_job
+from tests.harness.wait import scaled
 from trainer.export.artifact import write_manifest
 from trainer.export.requests import ExportFolder, list_exports
 from trainer.protocol import code_archive
@@ -176,6 +179,20 @@ class Api(_Served):
             content=records.model_dump_json(),
             headers={"Content-Type": "application/json"},
         )
+
+    def status_without_a_free_thread(self, method: str, path: str, **request: Any) -> int:
+        """Status of the answer while all threads of the API are at work."""
+
+        async def ask() -> int:
+            threads = current_default_thread_limiter()
+            for _ in range(int(threads.total_tokens)):
+                threads.acquire_on_behalf_of_nowait(object())
+            transport = httpx.ASGITransport(self.http.app)
+            async with httpx.AsyncClient(transport=transport, base_url=LOOPBACK_URL) as http:
+                answer = http.request(method, path, **request)
+                return (await asyncio.wait_for(answer, scaled(20))).status_code
+
+        return asyncio.run(ask())
 
     def follow(self, path: str, last_id: str = "", **params: Any) -> list[ServerSentEvent]:
         """Events of a stream of a job until its end, behind `last_id`."""

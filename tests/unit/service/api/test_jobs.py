@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import shutil
@@ -12,9 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import httpx
 import pytest
-from anyio.to_thread import current_default_thread_limiter
 
 from service.api.views import progress_of
 from service.backends.base import ClusterWatch
@@ -36,14 +33,12 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.service import (
-    LOOPBACK_URL,
     Api,
     FakeService,
     problem_in,
     replace_attempt,
     shardloom,
 )
-from tests.harness.wait import scaled
 from trainer.layout.hosts import HostFacts
 
 # ---- submit
@@ -264,15 +259,7 @@ def test_a_service_whose_reconciler_died_is_not_ready(api: Api) -> None:
 
 
 def test_a_service_without_a_free_thread_is_healthy(api: Api) -> None:
-    async def ask() -> int:
-        threads = current_default_thread_limiter()
-        for _ in range(int(threads.total_tokens)):
-            threads.acquire_on_behalf_of_nowait(object())
-        transport = httpx.ASGITransport(api.http.app)
-        async with httpx.AsyncClient(transport=transport, base_url=LOOPBACK_URL) as http:
-            return (await asyncio.wait_for(http.get("/healthz"), scaled(5))).status_code
-
-    assert asyncio.run(ask()) == 200
+    assert api.status_without_a_free_thread("GET", "/healthz") == 200
 
 
 def test_routes_of_files_say_that_run_storage_is_broken(api: Api) -> None:

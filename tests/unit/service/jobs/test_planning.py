@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import httpx
 import pytest
 import yaml
-from anyio.to_thread import current_default_thread_limiter
 
 from service.dashboard import fragments
 from service.errors import PlannerFailed, PlanTimedOut
@@ -28,7 +26,7 @@ from service.schemas.jobs import JobPlan
 from service.schemas.plans import PlansOut
 from service.settings import Settings
 from tests.harness.builders import NOW, batch, predicted_workers, spec, spec_document
-from tests.harness.service import LOOPBACK_URL, Api, end, problem_in, shardloom
+from tests.harness.service import Api, end, problem_in, shardloom
 from tests.harness.wait import scaled, wait_for
 from trainer.layout.cost import cpu_cluster
 from trainer.layout.hosts import HostFacts
@@ -361,17 +359,7 @@ def test_a_plan_takes_none_of_the_threads_of_the_api(
 ) -> None:
     planning(FIRST_RANK)
     body = {"spec": spec_document(parallelism=AUTOMATIC), "cluster": CPU}
-
-    async def ask() -> int:
-        threads = current_default_thread_limiter()
-        for _ in range(int(threads.total_tokens)):
-            threads.acquire_on_behalf_of_nowait(object())
-        transport = httpx.ASGITransport(api.http.app)
-        async with httpx.AsyncClient(transport=transport, base_url=LOOPBACK_URL) as http:
-            answer = await asyncio.wait_for(http.post("/v1/plans", json=body), scaled(20))
-            return answer.status_code
-
-    assert asyncio.run(ask()) == 200
+    assert api.status_without_a_free_thread("POST", "/v1/plans", json=body) == 200
 
 
 def test_a_caller_who_hangs_up_ends_the_process(

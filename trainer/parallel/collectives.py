@@ -359,8 +359,10 @@ class ReplicaCollectives:
         self.num_overflows = 0
 
     def add_costs(self, other: ReplicaCollectives) -> None:
-        self.num_bytes += other.num_bytes
-        self.num_overflows += other.num_overflows
+        """Take those of `other`."""
+        num_bytes, num_overflows = other.take_costs()
+        self.num_bytes += num_bytes
+        self.num_overflows += num_overflows
 
     def take_costs(self) -> tuple[int, int]:
         taken = self.num_bytes, self.num_overflows

@@ -17,15 +17,18 @@ drift by a rounding, which touched_rows does not.
 
 With `overlap` and `optimizer_state: delayed` the means are formed by a thread (CUDA: on a side
 stream) on a second process group over the same ranks, so that its collectives never interleave with
-those of the training steps; only step 1 stays on the replica group. They are of a snapshot and are
-applied a fixed number of steps later, whenever they are there: each value becomes mean + (current -
-snapshot). Where nothing changed since the snapshot that is exactly the mean, so such rows end
-bitwise equal; the others keep what they learned meanwhile and are averaged again at the next sync.
+those of the training steps; only step 1 stays on the replica group. Each step starts an equal
+portion of them, so that they do not fill the network for some steps, whose collectives would queue
+behind them. They are of a snapshot and are applied a fixed number of steps later, whenever they are
+there: each value becomes mean + (current - snapshot). Where nothing changed since the snapshot that
+is exactly the mean, so such rows end bitwise equal; the others keep what they learned meanwhile and
+are averaged again at the next sync.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +40,6 @@ import torch.distributed as dist
 
 from trainer.parallel.collectives import (
     CHUNKS_AT_ONCE,
-    Batch,
     Block,
     Buffers,
     Exchange,
@@ -176,11 +178,11 @@ class ReplicaSync(Sync):
             levels = form_replica_levels(groups) or (
                 form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout),
             )
-            self._background_levels = [*map(WorldReplicaGroup, levels)]
+            self._in_background = ReplicaCollectives([*map(WorldReplicaGroup, levels)], device)
         self._buffers, self._moment_buffers = Buffers(device), Buffers(device)
-        self._pending: Deferred | None = None  # lands when `_steps_left` have ended
+        self._pending: DeferredSync | None = None  # lands when `_steps_left` have ended
         self._steps_left = 0
-        self._pending_moments: Deferred | None = None  # lands at the next sync
+        self._pending_moments: DeferredSync | None = None  # lands at the next sync
 
     @torch.no_grad()
     def __call__(self) -> SyncReport:
@@ -198,10 +200,11 @@ class ReplicaSync(Sync):
         if self._spec.optimizer_state == "every":
             blocks += moments
         elif self._spec.optimizer_state == "delayed":
-            self._pending_moments = self._start(moments, self._moment_buffers)
+            num_steps = self._spec.intervals[0]
+            self._pending_moments = self._defer(moments, self._moment_buffers, num_steps)
         if self._spec.overlap:
-            self._pending = self._start(blocks, self._buffers)
             self._steps_left = self._spec.overlap_steps
+            self._pending = self._defer(blocks, self._buffers, self._steps_left)
         else:
             self._replicas.average_in_place(blocks)
         return self._report(rows)
@@ -210,6 +213,9 @@ class ReplicaSync(Sync):
         self._steps_left -= 1
         if self._steps_left == 0:
             self.finish()
+        for deferred in (self._pending_moments, self._pending):
+            if deferred is not None:
+                deferred.form_portion()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -236,8 +242,7 @@ class ReplicaSync(Sync):
     def reset(self) -> None:
         for deferred in (self._pending, self._pending_moments):
             if deferred is not None:
-                _, wait = deferred
-                wait()
+                deferred.wait()
         self._pending = self._pending_moments = None
         if self._touched:
             self._touched.clear()
@@ -251,18 +256,15 @@ class ReplicaSync(Sync):
         if self._background:
             self._background.close()
 
-    def _start(self, blocks: Iterable[Block], buffers: Buffers) -> Deferred:
+    def _defer(self, blocks: Iterable[Block], buffers: Buffers, num_steps: int) -> DeferredSync:
         assert self._background, "only a policy with a background defers means"
-        replicas = ReplicaCollectives(self._background_levels, self._replicas.device)
-        pending = PendingSync(blocks, replicas, buffers)
-        return pending, self._background.submit(pending.form_means)
+        pending = PendingSync(blocks, self._in_background, buffers)
+        return DeferredSync(pending, self._background, num_steps)
 
-    def _land(self, deferred: Deferred) -> list[Block]:
-        pending, wait = deferred
-        wait()
-        blocks = pending.land()
-        self._replicas.add_costs(pending.replicas)
-        return blocks
+    def _land(self, deferred: DeferredSync) -> list[Block]:
+        deferred.wait()
+        self._replicas.add_costs(self._in_background)
+        return deferred.pending.land()
 
     def _land_moments(self) -> None:
         if self._pending_moments is not None:
@@ -428,7 +430,7 @@ class PendingSync:
     """Blocks whose means are formed, and applied later; where training goes on, with a snapshot.
 
     Takes memory for the means, and as much for the snapshot, which is in `buffers`: a sync that is
-    pending has them to itself. `replicas` is its own, as another thread may count costs there.
+    pending has them to itself.
     """
 
     def __init__(
@@ -448,23 +450,27 @@ class PendingSync:
             for index, batch in enumerate(self._batches):
                 self._snapshots.append(batch.pack(self._buffers, ("snapshot", index)))
         self.means: list[torch.Tensor] = []
+        self._in_fp32 = False
 
     @torch.no_grad()
-    def form_means(self) -> None:
-        """Form the means of all batches. Collective."""
-        in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots)
-        run_exchanges(
-            self._form_mean(index, batch, in_fp32) for index, batch in enumerate(self._batches)
-        )
+    def form_means(self, share: float = 1.0) -> None:
+        """Form the means of the first `share` of the batches, where they are not yet. Collective.
 
-    def _form_mean(self, index: int, batch: Batch, in_fp32: bool) -> Exchange[None]:
-        key = ("mean", index)
+        The same share on all replicas.
+        """
+        if not self.means:
+            self._in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots)
+        missing = range(len(self.means), math.ceil(share * len(self._batches)))
+        run_exchanges(self._form_mean(index) for index in missing)
+
+    def _form_mean(self, index: int) -> Exchange[None]:
+        batch, key = self._batches[index], ("mean", index)
         if self._snapshots:
             values, mean = self._snapshots[index], batch.buffer(self._buffers, key)
         else:
             values = mean = batch.pack(self._buffers, key)
         slot = index % CHUNKS_AT_ONCE
-        yield from self.replicas.average_batch(batch, values, mean, in_fp32, slot)
+        yield from self.replicas.average_batch(batch, values, mean, self._in_fp32, slot)
         self.means.append(mean)
 
     def land(self) -> list[Block]:
@@ -496,5 +502,35 @@ class PendingSync:
         block.write(apply_difference(current, snapshot, mean))
 
 
-Deferred = tuple[PendingSync, Callable[[], None]]
-"""Means being formed in the background; the function waits for them and raises what was raised."""
+class DeferredSync:
+    """A pending sync whose means `background` forms while training goes on: an equal portion in
+    each of `num_steps` steps, the first at once.
+    """
+
+    def __init__(self, pending: PendingSync, background: SyncThread, num_steps: int) -> None:
+        self.pending = pending
+        self._background, self._num_steps = background, num_steps
+        self._num_started = 0
+        self._wait: Callable[[], None] = lambda: None
+        self.form_portion()
+
+    def form_portion(self) -> None:
+        """Start the next portion, if any."""
+        if self._num_started < self._num_steps:
+            self._form(self._num_started + 1)
+
+    def wait(self) -> None:
+        """Wait until all means are there, what has not begun included; raise what was raised."""
+        if self._num_started < self._num_steps:
+            self._form(self._num_steps)
+        self._wait()
+
+    def _form(self, num_portions: int) -> None:
+        before, share = self._wait, num_portions / self._num_steps
+
+        def form() -> None:
+            before()  # raises what it raised: the other replicas would not take part in the rest
+            self.pending.form_means(share)
+
+        self._wait = self._background.submit(form)
+        self._num_started = num_portions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from unittest.mock import Mock, PropertyMock, patch
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from trainer.parallel.collectives import (
     run_exchanges,
 )
 from trainer.parallel.row_store import FlatRows
-from trainer.parallel.sync import PendingSync, apply_difference
+from trainer.parallel.sync import DeferredSync, PendingSync, SyncThread, apply_difference
 
 FLOATS = st.floats(-(2.0**90), 2.0**90, width=32, allow_subnormal=False)
 
@@ -182,3 +183,32 @@ def test_the_memory_of_a_sync_is_that_of_the_sync_before() -> None:
             pending.form_means()
         addresses.append([mean.data_ptr() for mean in pending.means])
     assert addresses[0] == addresses[1]
+
+
+@given(st.integers(0, 20), st.integers(1, 20), st.integers(0, 20))
+def test_each_step_forms_an_equal_portion_and_who_waits_the_rest(
+    num_batches: int, num_steps: int, num_ticks: int
+) -> None:
+    blocks = [Block(FlatRows(torch.ones(1, 4))) for _ in range(num_batches)]
+    replicas = ReplicaCollectives([], torch.device("cpu"))
+    replicas.chunk_bytes = 16  # a batch for each block
+    pending = PendingSync(blocks, replicas)
+    background = Mock(submit=lambda form: form() or Mock())
+    deferred = DeferredSync(pending, background, num_steps)
+    for step in range(1, num_ticks):
+        assert abs(len(pending.means) - num_batches * min(1, step / num_steps)) <= 1
+        deferred.form_portion()
+    deferred.wait()
+    assert len(pending.means) == num_batches
+
+
+def test_no_portion_is_formed_after_one_that_failed() -> None:
+    pending, background = Mock(), SyncThread(torch.device("cpu"))
+    pending.form_means.side_effect = [None, RuntimeError("a replica was lost"), None]
+    deferred = DeferredSync(pending, background, num_steps=3)
+    for _ in range(2):
+        deferred.form_portion()
+    with pytest.raises(RuntimeError, match="a replica was lost"):
+        deferred.wait()
+    assert pending.form_means.call_count == 2
+    background.close()

@@ -41,12 +41,11 @@ import torch.distributed as dist
 from trainer.parallel.row_store import FlatRows, RowStore
 
 _T = TypeVar("_T")
-# So much is exchanged at a time. Gloo's threads take turns with each chunk, so that small ones cost
-# more; larger ones leave the processor's cache. NCCL is faster with more, and the host launches
-# the kernels of each chunk.
-_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-# While one chunk is on its way to other hosts, the next is summed inside of this one.
-CHUNKS_AT_ONCE = 2
+# Bytes exchanged at a time, and how many such exchanges are under way: while one is on its
+# way to other hosts, others are summed inside of this one. Gloo's threads take turns with each, so
+# that small ones cost more; larger ones leave the processor's cache. NCCL is faster with more, and
+# the host launches the kernels of each.
+_CHUNKS = {"cpu": (2 * 2**20, 8), "cuda": (256 * 2**20, 2)}
 
 
 def _divisor(weights: Sequence[float]) -> float:
@@ -184,19 +183,23 @@ def run_exchange(exchange: Exchange[_T]) -> _T:
             return result
 
 
-def run_exchanges(exchanges: Iterable[Exchange[None]]) -> None:
-    """Wait for all, `CHUNKS_AT_ONCE` of them under way: each goes on in its turn.
+def run_exchanges(
+    items: Iterable[_T], exchange: Callable[[_T, int], Exchange[None]], num_at_once: int
+) -> None:
+    """Wait for the exchange of each item, in the slot given, one of `num_at_once` under way.
 
-    Turns are the same on all replicas. Exchanges that stop equally often end in order.
+    Each goes on in its turn. Turns are the same on all replicas. Exchanges that stop equally often
+    end in order.
     """
-    waiting, running = iter(exchanges), deque[Exchange[None]]()
+    running = deque[Exchange[None]]()
+    waiting = (exchange(item, index % num_at_once) for index, item in enumerate(items))
     while True:
-        running.extend(islice(waiting, CHUNKS_AT_ONCE - len(running)))
+        running.extend(islice(waiting, num_at_once - len(running)))
         if not running:
             return
-        exchange = running.popleft()
-        if next(exchange, True) is None:
-            running.append(exchange)
+        first = running.popleft()
+        if next(first, True) is None:
+            running.append(first)
 
 
 class ReplicaGroup(Protocol):
@@ -353,7 +356,7 @@ class ReplicaCollectives:
         self._weights = weights
         self.num_replicas = math.prod(group.size() for group in levels)
         self.device = device
-        self.chunk_bytes = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
+        self.chunk_bytes, self.num_at_once = _CHUNKS.get(device.type, _CHUNKS["cuda"])
         self._buffers = Buffers(device)
         self.num_bytes = 0
         self.num_overflows = 0
@@ -491,16 +494,13 @@ class ReplicaCollectives:
                 pieces += found
             packed.append(block)
         run_exchanges(
-            self.average(piece, piece, index % CHUNKS_AT_ONCE) for index, piece in enumerate(pieces)
+            pieces, lambda piece, slot: self.average(piece, piece, slot), self.num_at_once
         )
         batches = list(self.batches(packed))
         in_fp32 = self.any_overflow(batches)
-        run_exchanges(
-            self._average_in_place(batch, in_fp32, index % CHUNKS_AT_ONCE)
-            for index, batch in enumerate(batches)
-        )
+        run_exchanges(batches, partial(self._average_in_place, in_fp32), self.num_at_once)
 
-    def _average_in_place(self, batch: Batch, in_fp32: bool, slot: int) -> Exchange[None]:
+    def _average_in_place(self, in_fp32: bool, batch: Batch, slot: int) -> Exchange[None]:
         values = batch.pack(self._buffers, ("values", slot))
         yield from self.average_batch(batch, values, values, in_fp32, slot)
         for block, part in batch.unpack(values):

@@ -39,7 +39,6 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel.collectives import (
-    CHUNKS_AT_ONCE,
     Block,
     Buffers,
     Exchange,
@@ -461,15 +460,14 @@ class PendingSync:
         if not self.means:
             self._in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots)
         missing = range(len(self.means), math.ceil(share * len(self._batches)))
-        run_exchanges(self._form_mean(index) for index in missing)
+        run_exchanges(missing, self._form_mean, self.replicas.num_at_once)
 
-    def _form_mean(self, index: int) -> Exchange[None]:
+    def _form_mean(self, index: int, slot: int) -> Exchange[None]:
         batch, key = self._batches[index], ("mean", index)
         if self._snapshots:
             values, mean = self._snapshots[index], batch.buffer(self._buffers, key)
         else:
             values = mean = batch.pack(self._buffers, key)
-        slot = index % CHUNKS_AT_ONCE
         yield from self.replicas.average_batch(batch, values, mean, self._in_fp32, slot)
         self.means.append(mean)
 

@@ -162,14 +162,15 @@ def test_a_moment_never_becomes_negative(values: list[tuple[float, float, float]
 def test_two_exchanges_are_under_way_and_go_on_in_turn() -> None:
     begun, ended = [], []
 
-    def exchange(number: int) -> Exchange[None]:
+    def exchange(number: int, slot: int) -> Exchange[None]:
+        assert slot == number % 2
         begun.append(number)
         yield
         assert len(begun) - len(ended) == 2 or number == 4
         yield
         ended.append(number)
 
-    run_exchanges(exchange(number) for number in range(5))
+    run_exchanges(range(5), exchange, num_at_once=2)
     assert begun == ended == [0, 1, 2, 3, 4]
 
 

@@ -26,11 +26,8 @@ from service.domain.auth import (
 )
 from service.errors import NotSignedIn
 
-# How long a revocation by another replica may go unnoticed.
-_CACHE_S = 1.0
 # `last_used_at` only says whether a key is still in use.
 _USE_NOTED_EVERY_S = 300.0
-_MAX_CACHED = 1000
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ class Authenticator:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._cache: dict[str, tuple[float, ApiKey, str]] = {}
         self._noted_at: dict[str, float] = {}
         # By the hash of their token; and when each code that was used would have expired.
         self._local_sessions: dict[str, Session] = {}
@@ -116,11 +112,6 @@ class Authenticator:
         self._local_sessions.pop(hash_of(cookie), None)
         self.keys.end_session(hash_of(cookie))
 
-    def forget_key(self, key_id: str) -> None:
-        """Notice at once that a key was revoked."""
-        with self._lock:
-            self._cache.pop(key_id, None)
-
     def _is_local(self, credentials: Credentials) -> bool:
         """Whether these are the credentials of the service's own user, or none are asked for."""
         bearer, cookie = credentials.bearer, credentials.cookie
@@ -141,7 +132,7 @@ class Authenticator:
     def _key(self, text: str) -> ApiKey:
         """The usable key with this text; `NotSignedIn` does not tell what is wrong with it."""
         key_id = key_id_of(text)
-        found = self._find(key_id) if key_id is not None else None
+        found = self.keys.find_key(key_id) if key_id is not None else None
         if found is None or not fits(text, found[1]) or not found[0].is_usable(self.clock()):
             raise NotSignedIn("the API key is unknown, expired or revoked")
         self._note_use(found[0])
@@ -152,24 +143,10 @@ class Authenticator:
         now = self.clock()
         if session is None or session.expires_at <= now:
             raise NotSignedIn("the session has ended")
-        found = self._find(session.key_id)
+        found = self.keys.find_key(session.key_id)
         if found is None or not found[0].is_usable(now):
             raise NotSignedIn("the session's API key is expired or revoked")
         return principal_of(found[0], is_session=True)
-
-    def _find(self, key_id: str) -> tuple[ApiKey, str] | None:
-        now = self.clock()
-        with self._lock:
-            cached = self._cache.get(key_id)
-        if cached is not None and now - cached[0] < _CACHE_S:
-            return cached[1:]
-        found = self.keys.find_key(key_id)
-        if found is not None:
-            with self._lock:
-                if len(self._cache) >= _MAX_CACHED:
-                    self._cache.clear()
-                self._cache[key_id] = (now, *found)
-        return found
 
     def _note_use(self, key: ApiKey) -> None:
         now = self.clock()

@@ -51,7 +51,7 @@ class ProviderKeys:
 
     def current(self) -> KeySet:
         """The keys as far as they are known; raises `IdentityProviderAway` if none are."""
-        if self._clock() - self._loaded_at >= self._ttl_s:
+        if abs(self._clock() - self._loaded_at) >= self._ttl_s:
             self._refresh(must_wait=not self._keys.keys)
         if not self._keys.keys:
             raise IdentityProviderAway(self._url, self._failure)
@@ -72,7 +72,8 @@ class ProviderKeys:
                 self._waiting.release()
             return
         try:
-            if self._clock() - self._tried_at >= RELOAD_PAUSE_S:
+            # Of a clock that was set back nothing is waited for.
+            if abs(self._clock() - self._tried_at) >= RELOAD_PAUSE_S:
                 self._tried_at = self._clock()
                 self._fetch()
                 self._tried_at = self._clock()

@@ -76,6 +76,4 @@ def list_keys(
 @router.delete("/keys/{key_id}", summary="Revoke an API key")
 def revoke_key(key_id: Annotated[str, Path(max_length=64)], context: ContextDep) -> KeyOut:
     """End a key and the sessions that were opened with it. Doing it again changes nothing."""
-    revoked = context.security.keys.revoke_key(key_id, time.time())
-    context.security.authenticator.forget_key(key_id)
-    return KeyOut.model_validate(revoked)
+    return KeyOut.model_validate(context.security.keys.revoke_key(key_id, time.time()))

@@ -70,7 +70,6 @@ def test_a_stream_ends_soon_after_its_key(house: Guarded) -> None:
             clock.now += 1.0
             if piece == 10:
                 house.security.keys.revoke_key(viewer, 0.0)
-                house.security.authenticator.forget_key(viewer)
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
 
     gate = AuthenticationMiddleware(stream, house.settings, house.security, clock)
@@ -169,7 +168,6 @@ def test_a_websocket_ends_soon_after_its_key(house: Guarded) -> None:
             clock.now += 10.0
             if len(heard) == 2:
                 house.security.keys.revoke_key(viewer, 0.0)
-                house.security.authenticator.forget_key(viewer)
 
     gate = AuthenticationMiddleware(listen, house.settings, house.security, clock)
     asyncio.run(wire.connect(gate, house.keys["viewer"], "websocket"))

@@ -161,15 +161,16 @@ def test_forged_tokens_are_refused(verifier: TokenVerifier, issuer: Issuer) -> N
         assert len(token) < 20 or token not in str(caught.value)
 
 
+@pytest.mark.parametrize("moved_s", [11, -20], ids=["later", "clock set back"])
 def test_a_new_key_of_the_provider_is_found_without_asking_all_the_time(
-    verifier: TokenVerifier, issuer: Issuer, clock: FakeClock
+    verifier: TokenVerifier, issuer: Issuer, clock: FakeClock, moved_s: int
 ) -> None:
     verifier.principal_of(issuer.token())
     issuer.rotate("two")
     with pytest.raises(NotSignedIn):
         verifier.principal_of(issuer.token())
     assert issuer.num_reads == 1
-    clock.now += 11
+    clock.now += moved_s
     assert verifier.principal_of(issuer.token())
     assert issuer.num_reads == 2
     for _ in range(5):

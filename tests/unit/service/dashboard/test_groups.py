@@ -179,8 +179,9 @@ def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
     view = view_of(scene(Metrics(time=NOW, step=1, values=values)))
     html = fragments.render("membership.html", view=view)
     assert "<strong>96.0%</strong> goodput" in html
-    assert 'loss-0" style="width: 75.000%" title="start: 3.0%"' in html
-    assert 'loss-1" style="width: 25.000%" title="work done again: 1.0%"' in html
+    assert 'gained" style="width: 96.000%" title="goodput: 96.0%"' in html
+    assert 'loss-0" style="width: 3.000%" title="start: 3.0%"' in html
+    assert 'loss-1" style="width: 1.000%" title="work done again: 1.0%"' in html
     assert view.rows == ()
 
 

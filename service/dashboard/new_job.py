@@ -27,7 +27,6 @@ from service.schemas.plans import PlansOut
 from trainer.layout.plans import Candidate
 from trainer.protocol.code_archive import CodeError, pack_upload
 from trainer.spec.base import FieldProblem, SpecError
-from trainer.spec.job import JobSpec
 from trainer.spec.parse import parse_document
 
 _CHECK_AFTER_S = 0.35
@@ -83,7 +82,6 @@ class NewJobPage:
         self._source = ui.context.client.request.query_params.get("source", "")
         self._templates = spec_text.templates()
         self._template = ""
-        self._cloned: JobSpec | None = None
         self._original: Any = None
         self._key = str(uuid.uuid4())
         self._is_syncing = False
@@ -141,8 +139,8 @@ class NewJobPage:
         if self._source:
             told = await self._rest.get(path_of("jobs", self._source))
             job = JobDetail.model_validate(told, context={"stored": True})
-            self._source, self._cloned = job.id, spec_of_clone(job.spec)
-            document = self._cloned.model_dump(mode="json", exclude_defaults=True)
+            self._source = job.id
+            document = spec_of_clone(job.spec).model_dump(mode="json", exclude_defaults=True)
             self._templates[""] = spec_text.written(document)
         elif _DEFAULT_TEMPLATE in self._templates:
             self._template = _DEFAULT_TEMPLATE
@@ -378,9 +376,9 @@ class NewJobPage:
         path, body = "/v1/jobs", {"spec": checked.document}
         if search:
             path, body = "/v1/sweeps", body | search
-        elif self._cloned and not self._template:
+        elif self._source and not self._template:
             path = f"/v1/jobs/{self._source}:clone"
-            body = spec_text.clone_of(self._cloned, checked.spec)
+            body = {"set": checked.spec.model_dump(mode="json")}
         try:
             answer = await self._rest.send("POST", path, json=body, **options)
         except Refused as refused:

@@ -222,22 +222,6 @@ def _keys_of(path: str) -> list[str | int]:
     return [int(index) if index else name for index, name in _PART.findall(path)]
 
 
-def patch_of(old: Any, new: Any) -> Any:
-    """The JSON merge patch (RFC 7396) that leads from one document to another."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return new
-    gone = dict.fromkeys(old.keys() - new.keys())
-    changed = {key: value for key, value in new.items() if key not in old or old[key] != value}
-    return {key: patch_of(old.get(key), value) for key, value in changed.items()} | gone
-
-
-def clone_of(old: JobSpec, new: JobSpec) -> dict[str, Any]:
-    """The body of a request that clones a job with spec `old` and has `new` made of it."""
-    patch = patch_of(*(each.model_dump(mode="json", exclude_none=True) for each in (old, new)))
-    # What a patch removes is the default, which validation is not to be where there is none.
-    return {"patch": patch, "set": {"data.split.validation": new.data.split.validation}}
-
-
 # ---- templates, and the command for the same
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from hypothesis import strategies as st
 
 from service.dashboard import spec_text
 from service.dashboard.new_job import FORM
-from service.jobs.actions import cloned_spec, merged
-from service.schemas.jobs import CloneJob
-from tests.harness.builders import queued_job, spec, spec_document
+from tests.harness.builders import spec_document
 from trainer.spec.parse import parse_document
 
 TEXT = """# what it is for
@@ -114,19 +111,6 @@ def test_the_command_says_what_was_changed_in_an_example_or_names_a_file() -> No
     wider = {**coded, "model": {**coded["model"], "arguments": {"width": 8}}}
     found = spec_text.command_of(wider, "submit", "clone job-1", coded)
     assert found.splitlines()[1:] == ["  --set model.arguments.width=8"]
-
-
-def test_a_patch_leads_from_one_document_to_another() -> None:
-    old, new = {"a": {"b": 1, "c": [1]}, "d": 2}, {"a": {"b": 3, "c": [1]}, "e": {"f": 4}}
-    assert merged(old, spec_text.patch_of(old, new)) == new
-
-
-def test_a_clone_has_the_spec_that_was_written_also_without_validation() -> None:
-    data = spec_document()["data"]
-    without = spec(data=data | {"split": {"validation": None}}, training={"epochs": 5})
-    for old, new in ((spec(), without), (without, spec()), (without, without)):
-        body = CloneJob(**spec_text.clone_of(old, new))
-        assert cloned_spec(replace(queued_job(), spec=old), body.set, body.patch, None) == new
 
 
 def test_only_what_differs_is_told_and_items_of_lists_go_by_their_names() -> None:

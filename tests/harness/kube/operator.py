@@ -6,10 +6,10 @@ KubeRay's finalizer, names, owners and reasons; deadlines. With the address of a
 the entrypoint really runs there; else the test says how jobs go (`ScriptedRay`).
 
 What it does not do: validation, clusters by selector, counts of ends, K8sJobMode, InteractiveMode
-and SidecarMode (all submit like HTTPMode), back-off limits, shutdown after the ttl, another start
-after a suspension, deletionStrategy, RayServices, Services and Ingresses, autoscaling, batch
-schedulers, events. All RayJobs share the one Ray: a RayCluster
-that goes takes only its own RayJob's job with it.
+and SidecarMode (all submit like HTTPMode), back-off limits, heads that are lost, shutdown after the
+ttl, another start after a suspension, deletionStrategy, RayServices, Services and Ingresses,
+autoscaling, batch schedulers, events. All RayJobs share the one Ray: a RayCluster that goes takes
+only its own RayJob's job with it.
 """
 
 from __future__ import annotations
@@ -84,38 +84,15 @@ def past_deadline(job: Manifest, now: datetime) -> Manifest | None:
     return {**job["status"], **failed}
 
 
-def has_lost_its_head(job: Manifest) -> bool:
-    """Whether Ray, knowing nothing of a job that it had, is away for good: no second head."""
-    annotations = job["metadata"].get("annotations", {})
-    is_single = annotations.get("ray.io/disable-provisioned-head-restart") == "true"
-    return is_single and bool(job["status"].get("jobStatus"))
-
-
 def after_check(job: Manifest, info: JobInfo) -> Manifest:
     """Status after Ray said how its job is."""
     status = {**job["status"], "jobStatus": info.status, "message": info.message}
     status.pop("reason", None)
-    status.pop("jobStatusCheckFailureStartTime", None)
     if info.status in TERMINAL_JOB:
         status["jobDeploymentStatus"] = "Failed" if info.status == "FAILED" else "Complete"
         if info.status == "FAILED":
             status["reason"] = "AppFailed"
     return status
-
-
-def check_failed(job: Manifest, now: datetime, timeout_s: float) -> Manifest | None:
-    """Status after Ray did not answer; Failed once that has gone on for too long."""
-    status = job["status"]
-    since = status.get("jobStatusCheckFailureStartTime")
-    if since is None:
-        return {**status, "jobStatusCheckFailureStartTime": time_text(now)}
-    if now < _time_of(since) + timedelta(seconds=timeout_s):
-        return None
-    message = (
-        f"Job status checks have been failing since {since}; exceeded timeout of {timeout_s:g}s"
-    )
-    reason = "JobStatusCheckTimeoutExceeded"
-    return {**status, "jobDeploymentStatus": "Failed", "reason": reason, "message": message}
 
 
 def cluster_of(job: Manifest) -> Manifest:
@@ -245,11 +222,6 @@ class ScriptedRay:
         with self._lock:
             self._jobs[job_id] = JobInfo(status, message)
 
-    def forget(self, job_id: str) -> None:
-        """Lose a job, as a head that starts again without fault tolerance does."""
-        with self._lock:
-            del self._jobs[job_id]
-
 
 # ---- RayClusters
 
@@ -363,9 +335,8 @@ class RayJobOperator:
     """Drives the RayJobs of a cluster's namespace while the context lasts.
 
     `ray_address` is the dashboard of a Ray that really runs, `ray_token` its token. `poll_s` is
-    the time between two polls of everything (KubeRay: 3 s); `check_timeout_s` how long Ray may be
-    away before a RayJob fails. `frozen` (an event) makes the operator do nothing, as if its pod
-    were down.
+    the time between two polls of everything (KubeRay: 3 s). `frozen` (an event) makes the operator
+    do nothing, as if its pod were down.
     """
 
     def __init__(
@@ -375,7 +346,6 @@ class RayJobOperator:
         *,
         ray_token: str | None = None,
         poll_s: float = 0.1,
-        check_timeout_s: float = 300.0,
     ) -> None:
         api = cluster.operator_client()
         self.scripted = ScriptedRay()
@@ -387,7 +357,6 @@ class RayJobOperator:
         self._custom = client.CustomObjectsApi(api)
         self._namespace = cluster.namespace
         self._poll_s = poll_s
-        self._check_timeout_s = check_timeout_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kuberay-stand-in", daemon=True)
 
@@ -443,9 +412,7 @@ class RayJobOperator:
             if job["spec"].get("suspend"):
                 return {**job["status"], "jobDeploymentStatus": "Suspending"}
             late = past_deadline(job, now)
-            return late or (
-                self._initialize(job) if state == "Initializing" else self._check(job, now)
-            )
+            return late or (self._initialize(job) if state == "Initializing" else self._check(job))
         if state == "Suspending" and self._delete_cluster(job):
             return {"startTime": job["status"]["startTime"], "jobDeploymentStatus": "Suspended"}
         return None
@@ -474,17 +441,12 @@ class RayJobOperator:
         address = self._ray.address.removeprefix("http://")
         return {**job["status"], "dashboardURL": address, "jobDeploymentStatus": "Running"}
 
-    def _check(self, job: Manifest, now: datetime) -> Manifest | None:
+    def _check(self, job: Manifest) -> Manifest | None:
         cluster = self._cluster(job)
-        try:
-            info = self._ray.info(job["status"]["jobId"])
-            if info is None and has_lost_its_head(job):
-                raise RayAway("its head is gone, and is not made again")
-            if info is None:
-                self._ray.submit(self._request(job, cluster))
-                return None
-        except RayAway:
-            return check_failed(job, now, self._check_timeout_s)
+        info = self._ray.info(job["status"]["jobId"])
+        if info is None:
+            self._ray.submit(self._request(job, cluster))
+            return None
         return {**after_check(job, info), "rayClusterStatus": cluster.get("status", {})}
 
     def _request(self, job: Manifest, cluster: Manifest) -> RayJobRequest:

@@ -19,7 +19,6 @@ from service.backends.base import Submission
 from service.backends.kuberay import watch
 from service.backends.kuberay.backend import (
     KEEP_CUT_OFF_S,
-    KEEP_ENDED_S,
     STOP_FAILED_AT,
     STOP_GRACE_S,
     TAKE_DOWN_S,
@@ -43,8 +42,8 @@ from tests.harness.kube.backends import (
     wait_for_state,
     without,
 )
-from tests.harness.kube.cluster import InProcessCluster, KubeCluster
-from tests.harness.kube.operator import KueueStandIn, RayJobOperator, operator_for
+from tests.harness.kube.cluster import InProcessCluster
+from tests.harness.kube.operator import KueueStandIn, RayJobOperator
 from tests.harness.kube.server import KubeApiServer
 from tests.harness.wait import wait_for
 from tests.unit.k8s.rendering import build
@@ -446,13 +445,6 @@ def test_what_keeps_the_cluster_itself_from_being_made_is_told(backends: KubeRay
     assert "FailedToCreateRayCluster: exceeded quota: team" in seen.message
 
 
-def test_a_deleted_rayjob_is_not_found(backends: KubeRayBackends, operator: RayJobOperator) -> None:
-    backend, sent = _running(backends)
-    backends.api.delete_namespaced_custom_object(*_place(backends, "rayjobs", sent.attempt_id))
-    wait_for_state(backend, sent.attempt_id, NOT_FOUND)
-    assert backends.open().observe(sent.attempt_id).state is NOT_FOUND
-
-
 def test_a_driver_past_its_deadline_is_stopped_before_its_attempt_ends(
     backends: KubeRayBackends, operator: RayJobOperator
 ) -> None:
@@ -486,22 +478,6 @@ def test_a_cluster_that_does_not_go_is_not_waited_for_for_ever(
     backend.stop(sent.attempt_id)
     late = backends.open(clock=lambda: time.time() + TAKE_DOWN_S + 5, watches=False)
     assert late.observe(sent.attempt_id).state is FAILED
-
-
-def test_a_head_that_is_lost_starts_no_second_driver(
-    kube: KubeCluster, backends: KubeRayBackends
-) -> None:
-    change = {"spec": {"gcsFaultToleranceOptions": None}}
-    place = _place(backends, "rayclusters", "shardloom-ray")
-    backends.api.patch_namespaced_custom_object(*place, change)
-    with operator_for(kube, poll_s=0.05, check_timeout_s=1.0) as operator:
-        if operator is None:
-            pytest.skip("KubeRay itself runs here: its Ray takes no script")
-        backend, sent = _running(backends)
-        operator.scripted.forget(sent.attempt_id)
-        seen = wait_for_state(backend, sent.attempt_id, FAILED)
-        assert seen.reason is EndReason.HOST_LOST
-        assert len(operator.scripted.submitted) == 1
 
 
 # ---- Kueue
@@ -593,21 +569,6 @@ def test_a_head_that_does_not_answer_is_given_half_a_minute(
     other.stop(sent.attempt_id)
     wait_for_state(first, sent.attempt_id, NOT_FOUND)
     assert operator.scripted.info(sent.attempt_id).status == "STOPPED"  # type: ignore[union-attr]
-
-
-def test_what_ended_long_ago_is_swept_and_the_rest_stays(
-    backends: KubeRayBackends, operator: RayJobOperator
-) -> None:
-    backend = backends.open()
-    ended, living = submission(0), submission(1)
-    for sent in (ended, living):
-        backend.submit(sent)
-        wait_for_state(backend, sent.attempt_id, RUNNING)
-    operator.scripted.finish(ended.attempt_id)
-    wait_for_state(backend, ended.attempt_id, SUCCEEDED)
-    later = backends.open(clock=lambda: 4e9 + KEEP_ENDED_S, watches=False)
-    later._sweep(list(backends.rayjobs().values()))
-    wait_for(lambda: list(backends.rayjobs()) == [living.attempt_id], "the ended one to go", 15)
 
 
 # ---- jobs on the shared cluster beside those with their own

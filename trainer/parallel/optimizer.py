@@ -383,16 +383,17 @@ class Optimizers:
         """(weights, optimizer state) that every rank holds whole and a sync must average.
 
         Data-parallel tables always, and the dense part with its buffers when `dense` (it is
-        averaged at syncs). State that counts steps is equal everywhere and stays out. Scalars come
-        as views [1], flags as bytes, and what is transposed as it lies in memory.
+        averaged at syncs), its counters of steps among the state: groups may use a parameter in
+        unequally many. Scalars come as views [1], flags as bytes, and what is transposed as it lies
+        in memory.
         """
         optimizers = [*self._whole, *([self.dense] if dense else [])]
         parameters = [(p, o.state.get(p, {})) for o in optimizers for p in o.params.values()]
         states = [
             _as_it_lies(state)
             for parameter, named in parameters
-            for name, state in named.items()
-            if name != "step" and state.shape[:1] == parameter.shape[:1]
+            for state in named.values()
+            if state.device == parameter.device  # Adagrad counts on the host, and for nothing
         ]
         weights = [_as_it_lies(parameter.data) for parameter, _ in parameters]
         for buffer in stored_buffers(self._module) if dense else ():

@@ -122,28 +122,33 @@ def test_all_dense_copies_start_equal_even_from_different_seeds() -> None:
         torch.testing.assert_close(result, ranks[0], atol=0, rtol=0)
 
 
-def _sync_transposed(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """A transposed parameter and its first moment, which each rank had changed by its number."""
+def _sync_transposed(case: Case) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """A transposed parameter, its first moment and its steps, which each rank had changed by its
+    number.
+    """
     turned = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
     model, spec = _from_another_seed(case, turned=turned)
     optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
     sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
     parameter = model.module.turned
-    moment = optimizers.dense.state[parameter]["exp_avg"]
+    state = optimizers.dense.state[parameter]
     with torch.no_grad():
-        moment += model.groups.rank * parameter
+        state["exp_avg"] += model.groups.rank * parameter
+        # A group may have left the parameter out of some steps.
+        state["step"] += model.groups.rank
         parameter += model.groups.rank
     sync()
-    return parameter.detach().clone(), moment.clone()
+    return parameter.detach().clone(), state["exp_avg"].clone(), state["step"].item()
 
 
-def test_a_transposed_parameter_is_synced_like_any_other() -> None:
+def test_a_transposed_parameter_is_synced_with_its_moments_and_steps() -> None:
     turned = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
     ranks = run_ranks(_sync_transposed, 4, replace(Case(4, 2), placement="inter_host"))
-    for rank, (parameter, moment) in enumerate(ranks):
+    for rank, (parameter, moment, num_steps) in enumerate(ranks):
         mean = rank % 2 + 1.0  # of ranks 0 and 2, or of 1 and 3
         torch.testing.assert_close(parameter, turned + mean, atol=0, rtol=0)
         torch.testing.assert_close(moment, mean * turned, atol=0, rtol=0)
+        assert num_steps == mean
 
 
 def _sync_under_two_names(case: Case) -> float:

@@ -208,7 +208,6 @@ def _zipf_exponent(counts: np.ndarray) -> float | None:
 
 _BATCH_ROWS = 131_072
 _BLOCK_BYTES = 8 * 1024 * 1024
-_MAX_ROW_BYTES = 4 * _BLOCK_BYTES
 _DELIMITER_NAMES = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 
 
@@ -344,8 +343,7 @@ def sniff_text(file: Location) -> TextFormat:
 
 
 def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
-    blocks = read_blocks(file, _BLOCK_BYTES)
-    for block in whole_rows(blocks, _MAX_ROW_BYTES) if text.has_quotes else blocks:
+    for block in (whole_rows if text.has_quotes else read_blocks)(file, _BLOCK_BYTES):
         lines = block.lines
         if text.has_header and block.first_line == 1:
             lines = lines.partition(b"\n")[2]

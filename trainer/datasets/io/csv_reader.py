@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,18 +86,25 @@ def _open(source: Location) -> io.BufferedReader:
     return io.BufferedReader(stream)
 
 
-def whole_rows(blocks: Iterable[LineBlock], max_row_bytes: int) -> Iterator[LineBlock]:
-    """The same lines in blocks that end where a row does: after an even number of quotes.
+# Rows are short; a "row" of several blocks is a quote that was never closed.
+_MAX_BLOCKS_PER_ROW = 4
 
-    Blank lines at the end are left out. Lines of more than `max_row_bytes` without an end of a row
-    are a block as they are.
+
+def whole_rows(source: Location, block_bytes: int) -> Iterator[LineBlock]:
+    """Blocks of `read_blocks` that end where a row does: after an even number of quotes.
+
+    Blank lines at the end are left out. Raises as `read_blocks` does, and `CorruptFileError` for a
+    row of several blocks.
     """
     rest = LineBlock(b"", 1)
-    for block in blocks:
+    for block in read_blocks(source, block_bytes):
         lines = rest.lines + block.lines
         end = last_line_end(lines)
-        if not end and len(lines) > max_row_bytes:
-            end = len(lines)
+        if not end and len(lines) > _MAX_BLOCKS_PER_ROW * block_bytes:
+            raise CorruptFileError(
+                f"{source}, line {rest.first_line}: no end of line in {len(lines)} bytes; is a "
+                "quote left open, or is it no text file?"
+            )
         # Blank lines wait for what comes after them.
         length = len(lines[:end].rstrip(b"\r\n"))
         end = lines.find(b"\n", length, end) + 1 or end
@@ -194,8 +201,6 @@ def _delimiter_hint(line: str, delimiter: str) -> str:
 
 
 _BLOCK_BYTES = 32 * 1024 * 1024
-# Rows are short; a "row" of several blocks is a quote that was never closed.
-_MAX_BLOCKS_PER_ROW = 4
 
 
 @dataclass(frozen=True)
@@ -236,15 +241,10 @@ class BlockReader:
 
         Blank lines at the end do not count. Raises `CorruptFileError`.
         """
-        max_row_bytes, has_rows = _MAX_BLOCKS_PER_ROW * self.block_bytes, self.may_lack_rows
-        for block in whole_rows(read_blocks(self.location, self.block_bytes), max_row_bytes):
+        has_rows = self.may_lack_rows
+        for block in whole_rows(self.location, self.block_bytes):
             if block.first_line == 1:
                 block = LineBlock(block.lines.partition(b"\n")[2], 2)
-            if len(block.lines) > max_row_bytes and not last_line_end(block.lines):
-                raise CorruptFileError(
-                    f"{self.location}, line {block.first_line}: no end of line in "
-                    f"{len(block.lines)} bytes; is a quote left open, or is it no text file?"
-                )
             if block.lines:
                 has_rows = True
                 yield block

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,24 +25,3 @@ def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
     positions = np.repeat(shifts, lengths)
     positions += np.arange(len(positions), dtype=np.int64)
     return positions
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """n lists: list i is `values[offsets[i]:offsets[i + 1]]`."""
-
-    values: NDArray
-    offsets: IntArray
-
-    @property
-    def lengths(self) -> IntArray:
-        return np.diff(self.offsets)
-
-    def take(self, rows: IntArray) -> Ragged:
-        return gather(self.values, self.offsets[rows], self.offsets[rows + 1])
-
-
-def gather(values: NDArray, starts: IntArray, ends: IntArray) -> Ragged:
-    """Lists `values[starts[i]:ends[i]]` for every i."""
-    lengths = ends - starts
-    return Ragged(values[ragged_positions(starts, lengths)], offsets_of(lengths))

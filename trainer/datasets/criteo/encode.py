@@ -5,13 +5,11 @@ the empty cell is a value like any other, because that nothing was given says so
 
 Shuffling more rows than memory holds takes two steps. Each run of input rows is scattered over
 buckets at random and written; later each bucket is gathered from all runs and shuffled by itself.
-A run is a numpy file of shape [41, n], 4 bytes a cell: label, 13 float32, 26 raw ids and one word
-whose bit c says that id c was not given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,16 +21,9 @@ from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.transforms import MISSING_ID, HashEncoder, VocabularyEncoder
-from trainer.datasets.criteo.reader import (
-    MAX_RAW_ID,
-    MISSING,
-    NUM_CATEGORICAL,
-    NUM_DENSE,
-    RawClicks,
-    by_column,
-)
+from trainer.datasets.criteo.reader import DENSE_NAMES, LABEL, MAX_RAW_ID, MISSING, by_column
 from trainer.datasets.io.journal import Facts
-from trainer.datasets.io.staging import write_partition
+from trainer.datasets.io.staging import gather_rows, map_rows, write_columns, write_partition
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
@@ -40,10 +31,10 @@ _NUM_HEX_DIGITS = 8
 IdEncoder = VocabularyEncoder | HashEncoder
 
 
-def encode_ids(encoder: IdEncoder, raw: IntArray) -> IntArray:
+def encode_ids(encoder: IdEncoder, column: pl.Series) -> IntArray:
     """Table rows of raw ids; what was not given is 0 by hashing, in a vocabulary a value of it."""
-    is_missing = raw == MISSING if isinstance(encoder, HashEncoder) else None
-    return encoder.encode(pa.array(raw, mask=is_missing))
+    is_hashed = isinstance(encoder, HashEncoder)
+    return encoder.encode(column.to_arrow() if is_hashed else pa.array(ids_of(column)))
 
 
 def stored_vocabulary(known: pl.DataFrame) -> pl.DataFrame:
@@ -105,11 +96,6 @@ def _merge(total: pl.DataFrame, pending: list[pl.DataFrame]) -> pl.DataFrame:
 
 _NO_COUNTS = pl.DataFrame(schema={"value": pl.Int64, "count": pl.Int64})
 
-Cells = NDArray[np.uint32]
-_FIRST_ID = 1 + NUM_DENSE
-_MISSING_BITS = _FIRST_ID + NUM_CATEGORICAL
-_NUM_CELLS = _MISSING_BITS + 1
-
 
 @dataclass(frozen=True)
 class Buckets:
@@ -137,35 +123,21 @@ class Buckets:
         return np.where(line < self.num_training, drawn, self.training_buckets + later)
 
 
-def pack(clicks: RawClicks, dense: NDArray[np.float32]) -> Cells:
-    """Rows as cells [41, n]; `dense` [n, 13] are the transformed counts."""
-    cells = np.empty((_NUM_CELLS, len(clicks)), dtype=np.uint32)
-    cells[0] = clicks.label
-    cells[1:_FIRST_ID] = np.ascontiguousarray(dense.T, dtype=np.float32).view(np.uint32)
-    missing = clicks.ids.T == MISSING
-    cells[_FIRST_ID:_MISSING_BITS] = np.where(missing, 0, clicks.ids.T)
-    bits = np.left_shift(missing, np.arange(NUM_CATEGORICAL)[:, None]).sum(0)
-    cells[_MISSING_BITS] = bits
-    return cells
+def ids_of(column: pl.Series) -> IntArray:
+    """Raw ids of a categorical column, `MISSING` for null."""
+    return column.cast(pl.Int64).fill_null(MISSING).to_numpy()
 
 
-def ids_of(cells: Cells, column: int) -> IntArray:
-    """Raw ids [n] of a categorical column, numbered from 0; `MISSING` where not given."""
-    is_missing = (cells[_MISSING_BITS] >> np.uint32(column)) & 1
-    return np.where(is_missing, MISSING, cells[_FIRST_ID + column].astype(np.int64))
-
-
-def write_run(path: Path, cells: Cells, bucket: IntArray, num_buckets: int) -> list[int]:
-    """Write `cells` in order of their bucket; gives the buckets' offsets [num_buckets + 1]."""
-    order = np.argsort(bucket, kind="stable")
-    with path.open("wb") as file:
-        np.save(file, cells[:, order])
+def write_run(path: Path, rows: pl.DataFrame, bucket: IntArray, num_buckets: int) -> list[int]:
+    """Write `rows` in order of their bucket; gives the buckets' offsets [num_buckets + 1]."""
+    ordered = rows[np.argsort(bucket, kind="stable")]
+    write_columns(path, {column.name: column.to_arrow() for column in ordered})
     return offsets_of(np.bincount(bucket, minlength=num_buckets)).tolist()
 
 
 @dataclass(frozen=True)
 class Runs:
-    """All runs of a preparation, in input order; cells are read from disk as they are asked for.
+    """All runs of a preparation, in input order; rows are read from disk as they are asked for.
 
     `offsets` [runs, buckets + 1] are those that `write_run` gave.
     """
@@ -173,19 +145,14 @@ class Runs:
     paths: Sequence[Path]
     offsets: IntArray
 
-    def ids(self, column: int, num_buckets: int) -> Iterator[IntArray]:
+    def ids(self, column: str, num_buckets: int) -> Iterator[IntArray]:
         """Raw ids of a column, run by run, of the rows in the first `num_buckets` buckets."""
         for path, end in zip(self.paths, self.offsets[:, num_buckets], strict=True):
-            yield ids_of(np.load(path, mmap_mode="r")[:, :end], column)
+            yield ids_of(pl.Series(map_rows(path)[column][:end]))
 
-    def bucket(self, number: int) -> Cells:
+    def bucket(self, number: int) -> pl.DataFrame:
         """All rows of a bucket, in input order."""
-        bounds = self.offsets[:, number : number + 2]
-        parts = [
-            np.load(path, mmap_mode="r")[:, start:end]
-            for path, (start, end) in zip(self.paths, bounds, strict=True)
-        ]
-        return np.concatenate(parts, axis=1)
+        return pl.DataFrame(gather_rows(self.paths, self.offsets[:, number : number + 2]))
 
 
 COLUMN_TYPES = by_column("float32", "float32", "int64")
@@ -204,6 +171,13 @@ def transform_counts(counts: NDArray, *, keep_sign: bool) -> NDArray[np.float32]
     return (np.copysign(logarithms, given) if keep_sign else logarithms).astype(np.float32)
 
 
+def with_dense(rows: pl.DataFrame, *, keep_sign: bool) -> pl.DataFrame:
+    """Rows of `parse_lines` with transformed counts."""
+    counts = rows.select(pl.col(DENSE_NAMES).cast(pl.Float64)).to_numpy()
+    dense = transform_counts(counts, keep_sign=keep_sign)
+    return rows.with_columns(pl.DataFrame(dense, schema=DENSE_NAMES).get_columns())
+
+
 def entropy(rate: float) -> float:
     """Log loss, in nats, of predicting `rate` for clicks that come at that rate."""
     return float(-(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
@@ -211,11 +185,11 @@ def entropy(rate: float) -> float:
 
 @dataclass(frozen=True)
 class PartitionWriter:
-    """Writes partitions of prepared rows. `encoders` [26] turn raw ids into table rows."""
+    """Writes partitions of prepared rows. `encoders` turn a column's raw ids into table rows."""
 
     runs: Runs
     buckets: Buckets
-    encoders: Sequence[IdEncoder]
+    encoders: Mapping[str, IdEncoder]
     row_group_rows: int
 
     def write(self, buckets: Sequence[int], path: Path) -> Facts:
@@ -229,17 +203,14 @@ class PartitionWriter:
 
     def _tables(self, bucket: int, counts: dict[str, int]) -> Iterator[pa.Table]:
         """Whole row groups, the last one may be short; what they hold is added to `counts`."""
-        cells = self.runs.bucket(bucket)
+        rows = self.runs.bucket(bucket)
         if bucket < self.buckets.training_buckets:
             rng = np.random.default_rng([self.buckets.seed, 1, bucket])
-            cells = cells[:, rng.permutation(cells.shape[1])]
-        counts["clicks"] += int(cells[0].sum())
+            rows = rows[rng.permutation(len(rows))]
+        counts["clicks"] += int(rows[LABEL].sum())
         step = max(1, _ENCODED_ROWS // self.row_group_rows) * self.row_group_rows
-        for start in range(0, cells.shape[1], step):
-            part = cells[:, start : start + step]
-            ids = [
-                encode_ids(each, ids_of(part, column)) for column, each in enumerate(self.encoders)
-            ]
-            counts["unknown"] += sum(int((column == MISSING_ID).sum()) for column in ids)
-            dense = part[1:_FIRST_ID].view(np.float32)
-            yield pa.table([part[0].astype(np.float32), *dense, *ids], schema=SCHEMA)
+        for part in rows.iter_slices(step):
+            ids = {name: encode_ids(encoder, part[name]) for name, encoder in self.encoders.items()}
+            counts["unknown"] += sum(int((column == MISSING_ID).sum()) for column in ids.values())
+            numbers = part.select(pl.col(LABEL, *DENSE_NAMES).cast(pl.Float32)).to_dict()
+            yield pa.table({n: c.to_arrow() for n, c in numbers.items()} | ids, schema=SCHEMA)

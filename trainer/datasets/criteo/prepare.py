@@ -39,9 +39,8 @@ from trainer.datasets.criteo.encode import (
     Runs,
     entropy,
     frequent_values,
-    pack,
     stored_vocabulary,
-    transform_counts,
+    with_dense,
     write_run,
 )
 from trainer.datasets.criteo.reader import (
@@ -49,7 +48,6 @@ from trainer.datasets.criteo.reader import (
     BadLines,
     check_bound,
     check_distinct,
-    count_lines,
     find_sources,
     parse_lines,
 )
@@ -124,7 +122,7 @@ def _num_buckets(num_rows: int, options: CriteoOptions) -> int:
 
 
 # Raised when the same options would give other bytes or facts than before.
-_METHOD = 3
+_METHOD = 4
 _WORK_BYTES_PER_ROW = 164
 
 
@@ -188,9 +186,7 @@ class _Preparation:
             )
         known = self._vocabularies(runs, buckets)
         encoders = {name: self._encoder(known.get(name)) for name in ID_NAMES}
-        writer = PartitionWriter(
-            runs, buckets, tuple(encoders.values()), self.options.row_group_rows
-        )
+        writer = PartitionWriter(runs, buckets, encoders, self.options.row_group_rows)
         parts = {
             "train": self._write(writer, "train", 0, buckets.training_buckets),
             "validation": self._write(
@@ -220,7 +216,8 @@ class _Preparation:
         ):
 
             def count(path: Path, file: Location = file) -> Facts:
-                num_lines = count_lines(file, self.options.block_bytes)
+                blocks = read_blocks(file, self.options.block_bytes)
+                num_lines = sum(block.num_lines for block in blocks)
                 path.write_text(f"{num_lines}\n", "utf-8")
                 return {"lines": num_lines}
 
@@ -243,7 +240,7 @@ class _Preparation:
                 make = partial(self._write_run, run, taken, buckets)
                 try:
                     path, facts = self.staging.scratch(
-                        f"runs/{run.number:06d}.npy", make, self.origins[-1]
+                        f"runs/{run.number:06d}.arrow", make, self.origins[-1]
                     )
                     bad.merge(facts["bad"])
                     self._check_bad(run, num_lines, bad)
@@ -283,17 +280,17 @@ class _Preparation:
         self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path
     ) -> Facts:
         keep_sign = self.options.negatives == "keep_sign"
-        parts, lines = [], []
+        parts = []
         bad, num_lines = BadLines(), 0
         for block in blocks:
             skipped = bad if self.options.on_bad_line == "skip" else None
-            clicks, line = parse_lines(block.lines, run.source, block.first_line, skipped)
-            parts.append(pack(clicks, transform_counts(clicks.counts, keep_sign=keep_sign)))
-            lines.append(line + num_lines)
+            rows = parse_lines(block.lines, run.source, block.first_line, skipped)
+            rows = with_dense(rows, keep_sign=keep_sign)
+            parts.append(rows.with_columns(pl.col("line") + num_lines))
             num_lines += block.num_lines
-        cells = np.concatenate(parts, axis=1)
-        bucket = buckets.place(run.number, run.first_line + np.concatenate(lines))
-        offsets = write_run(path, cells, bucket, buckets.total)
+        rows = pl.concat(parts)
+        bucket = buckets.place(run.number, run.first_line + rows["line"].to_numpy())
+        offsets = write_run(path, rows.drop("line"), bucket, buckets.total)
         return {"lines": num_lines, "offsets": offsets, "bad": vars(bad)}
 
     @cached_property
@@ -307,11 +304,11 @@ class _Preparation:
             return {}
         known = {}
         tracked = self.progress.track(ID_NAMES, description="fitting vocabularies")
-        for column, name in enumerate(tracked):
+        for name in tracked:
 
-            def fit(path: Path, column: int = column) -> None:
+            def fit(path: Path, name: str = name) -> None:
                 frequent_values(
-                    lambda: runs.ids(column, buckets.training_buckets),
+                    lambda: runs.ids(name, buckets.training_buckets),
                     min_count=self.options.min_count,
                     max_values=self.options.max_ids,
                 ).write_ipc(path)

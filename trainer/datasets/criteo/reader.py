@@ -17,11 +17,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
-from numpy.typing import NDArray
 
-from trainer.data.ragged import IntArray
-from trainer.datasets.io.csv_reader import COMPRESSIONS, read_blocks
+from trainer.datasets.io.csv_reader import COMPRESSIONS
 from trainer.errors import (
     BadValueError,
     CorruptFileError,
@@ -92,11 +89,6 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def count_lines(source: Location, block_bytes: int) -> int:
-    """Number of lines, read as `read_blocks` does and with its errors."""
-    return sum(block.num_lines for block in read_blocks(source, block_bytes))
-
-
 Value = TypeVar("Value")
 NUM_DENSE = 13
 # Distinct values per categorical column of the Criteo display advertising set.
@@ -131,28 +123,13 @@ _HEXADECIMAL = re.compile(r"(?:\+?0*[0-9a-fA-F]{1,8}|-0+)?")
 _ID: _Rule = ("id", "a hexadecimal id of 1 to 8 digits or empty", _HEXADECIMAL)
 _WANTED = by_column(_LABEL, _COUNT, _ID)
 # A line without fault, all of it at once: many times faster than cell by cell.
-_GOOD_LINE = r"\A" + "\t".join(cell.pattern for *_, cell in _WANTED.values()) + r"\n?\z"
+_GOOD_LINE = r"\A" + "\t".join(cell.pattern for *_, cell in _WANTED.values()) + r"\z"
 _OTHER_DELIMITERS = {",": "commas", ";": "semicolons", " ": "blanks", "|": "bars"}
 
 
-@dataclass(frozen=True)
-class RawClicks:
-    """N lines: label [N] uint8; counts float64 [N, 13], NaN where empty; ids int64 [N, 26].
-
-    Ids are the hexadecimal numbers, `MISSING` where empty.
-    """
-
-    label: NDArray[np.uint8]
-    counts: NDArray[np.float64]
-    ids: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-
-def _clicks_of(block: bytes) -> RawClicks:
+def _rows_of(block: bytes) -> pl.DataFrame:
     """Parse whole good lines that end in plain line feeds; there may be none."""
-    frame = pl.read_csv(
+    rows = pl.read_csv(
         io.BytesIO(block),
         separator="\t",
         has_header=False,
@@ -160,21 +137,8 @@ def _clicks_of(block: bytes) -> RawClicks:
         schema=SCHEMA,
         raise_if_empty=False,
     )
-    ids = frame.select(pl.col(ID_NAMES).str.to_integer(base=16, dtype=pl.Int64))
-    return RawClicks(
-        label=frame[LABEL].to_numpy().astype(np.uint8),
-        counts=frame.select(pl.col(DENSE_NAMES).cast(pl.Float64)).fill_null(np.nan).to_numpy(),
-        ids=ids.fill_null(MISSING).to_numpy(),
-    )
-
-
-def _lines_of(block: bytes) -> pl.Series:
-    """Lines with their ends, as text; what is not UTF-8 is replaced."""
-    text = np.frombuffer(block.decode(errors="replace").encode(), np.uint8)
-    ends = np.flatnonzero(text[:-1] == ord("\n")) + 1  # but that of the last line
-    offsets = np.concatenate([[0], ends, [len(text)]])
-    buffers = pa.py_buffer(offsets), pa.py_buffer(text)
-    return pl.Series(pa.LargeStringArray.from_buffers(len(ends) + 1, *buffers))
+    ids = pl.col(ID_NAMES).str.to_integer(base=16, dtype=pl.Int64)
+    return rows.with_columns(pl.col(LABEL).cast(pl.UInt8), ids.cast(pl.UInt32))
 
 
 def _fault_of(line: bytes, source: str, number: int) -> tuple[Kind, DataError]:
@@ -248,16 +212,18 @@ class BadLines:
 
 def parse_lines(
     block: bytes, source: str, first_line: int, bad: BadLines | None = None
-) -> tuple[RawClicks, IntArray]:
-    """Parse whole lines: the rows, and which line of the block each is, from 0.
+) -> pl.DataFrame:
+    """Parse whole lines: rows with counts int64 and ids uint32, null where empty.
 
-    `source` and `first_line` (from 1) name lines in errors. Lines at fault are counted in `bad`;
-    without it the first of them raises `BadValueError` or `CorruptFileError`.
+    `line` is the line of the block that a row is, from 0. `source` and `first_line` (from 1) name
+    lines in errors. Lines at fault are counted in `bad`; without it the first of them raises
+    `BadValueError` or `CorruptFileError`.
     """
     block = block.replace(b"\r\n", b"\n")
     if first_line == 1:
         block = block.removeprefix(codecs.BOM_UTF8)
-    is_good = _lines_of(block).str.contains(_GOOD_LINE).to_numpy()
+    text = block.decode(errors="replace").removesuffix("\n")
+    is_good = pl.Series([text]).str.split("\n").explode().str.contains(_GOOD_LINE).to_numpy()
     good = np.flatnonzero(is_good)
     if len(good) < len(is_good):
         lines = block.split(b"\n")
@@ -267,7 +233,7 @@ def parse_lines(
                 raise error
             bad.add(kind, error)
         block = b"".join(lines[number] + b"\n" for number in good)
-    return _clicks_of(block), good
+    return _rows_of(block).with_columns(pl.Series("line", good))
 
 
 def check_bound(source: str, num_lines: int, bad: BadLines, others: int, bound: float) -> None:

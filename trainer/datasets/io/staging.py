@@ -22,7 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -53,29 +52,34 @@ from trainer.storage import Location
 Columns = dict[str, NDArray]
 
 
-def write_columns(path: Path, columns: Columns) -> None:
-    """Write numpy arrays of one length, without nulls, as an Arrow file."""
-    batch = pa.record_batch({name: pa.array(values) for name, values in columns.items()})
+def write_columns(path: Path, columns: Mapping[str, NDArray | pa.Array]) -> None:
+    """Write arrays of one length as an Arrow file."""
+    batch = pa.record_batch(dict(columns))
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
 
 
-def map_columns(path: Path) -> Columns:
-    """The arrays of `write_columns`, read-only and mapped: only what is used is read."""
+def map_rows(path: Path) -> pa.RecordBatch:
+    """What `write_columns` wrote, mapped: only what is used is read."""
     with pa.memory_map(str(path)) as file:
-        batch = pa.ipc.open_file(file).get_batch(0)
-    return {name: batch[name].to_numpy() for name in batch.schema.names}
+        return pa.ipc.open_file(file).get_batch(0)
 
 
-def gather_columns(
-    paths: Sequence[Path], bounds: Iterable[NDArray], names: Sequence[str]
-) -> Columns:
-    """Rows [start, end) of each file of `write_columns`, one file after the other."""
-    parts = [
-        {name: columns[name][start:end] for name in names}
-        for columns, (start, end) in zip(map(map_columns, paths), bounds, strict=True)
-    ]
-    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+def columns_of(rows: pa.RecordBatch | pa.Table) -> Columns:
+    """Columns without nulls as arrays; those of mapped rows are read-only."""
+    return {name: rows[name].to_numpy() for name in rows.schema.names}
+
+
+def map_columns(path: Path) -> Columns:
+    """The arrays of `write_columns`, mapped."""
+    return columns_of(map_rows(path))
+
+
+def gather_rows(paths: Sequence[Path], bounds: Iterable[NDArray]) -> pa.Table:
+    """Rows [start, end) of each file of `write_columns`, one file after the other; mapped."""
+    return pa.Table.from_batches(
+        map_rows(path)[start:end] for path, (start, end) in zip(paths, bounds, strict=True)
+    )
 
 
 def write_partition(

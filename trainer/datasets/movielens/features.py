@@ -16,9 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer.data.ragged import IntArray, Ragged
+from trainer.data.ragged import IntArray
 from trainer.datasets.io.staging import Columns
 from trainer.datasets.movielens.statistics import (
     FloatArray,
@@ -153,15 +154,16 @@ def movie_history(
     return MovieHistory(count, mean / (count + _PRIOR_ROWS))
 
 
-def genre_affinity(history: UserHistory, timestamp: IntArray, kinds: Ragged) -> FloatArray:
+def genre_affinity(history: UserHistory, timestamp: IntArray, kinds: pa.ListArray) -> FloatArray:
     """Mean residual of the user's earlier ratings of each row's kinds, leaning on 0; shape [n].
 
     `kinds` has the kinds (genres, say) of each row's movie, as indices. Each kind of the row counts
     alike, whatever the number of earlier ratings; a row without kinds gets 0. Rows are those of
     `history`, sorted by (user, timestamp), and like there only a smaller timestamp is earlier.
     """
-    rows = np.repeat(np.arange(len(timestamp)), kinds.lengths)
-    kind = kinds.values.astype(np.int64)
+    lengths = kinds.value_lengths().to_numpy()
+    rows = np.repeat(np.arange(len(timestamp)), lengths)
+    kind = kinds.flatten().to_numpy()
     # `starts` is the user's first row, so it tells users apart. Rows stay in order of time.
     num_kinds = int(kind.max()) + 1 if len(kind) else 1
     group = history.starts[rows] * num_kinds + kind
@@ -172,4 +174,4 @@ def genre_affinity(history: UserHistory, timestamp: IntArray, kinds: Ragged) -> 
     total = range_sums(history.residual[by_kind] * is_seen, starts, ends)
     mean[order] = total / (range_sums(is_seen, starts, ends) + _PRIOR_ROWS)
     sums = np.bincount(rows, mean, minlength=len(timestamp))
-    return sums / np.maximum(kinds.lengths, 1)
+    return sums / np.maximum(lengths, 1)

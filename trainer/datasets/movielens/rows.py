@@ -20,12 +20,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, PositiveInt
 
-from trainer.data.ragged import IntArray, Ragged, gather
+from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.datasets.io.journal import Advance, Facts
 from trainer.datasets.io.staging import (
     Columns,
     Staging,
-    gather_columns,
+    columns_of,
+    gather_rows,
     map_columns,
     write_columns,
 )
@@ -124,11 +125,8 @@ class RowBuilder:
     history_length: int
 
     def build(self, rows: IntArray) -> pa.Table:
-        columns = {name: pa.array(values[rows]) for name, values in self.numbers.items()}
-        for name, lists in self._lists(rows).items():
-            offsets = pa.array(lists.offsets.astype(np.int32))
-            columns[name] = pa.ListArray.from_arrays(offsets, pa.array(lists.values))
-        return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+        columns = {name: values[rows] for name, values in self.numbers.items()}
+        return pa.table(columns | self._lists(rows), schema=SCHEMA)
 
     @cached_property
     def _residual(self) -> NDArray[np.float32]:
@@ -142,15 +140,15 @@ class RowBuilder:
     def _disliked(self) -> _Chosen:
         return _Chosen.of(self._residual < 0, self.movie_index)
 
-    def _lists(self, rows: IntArray) -> dict[str, Ragged]:
+    def _lists(self, rows: IntArray) -> dict[str, pa.ListArray]:
         movies = self.ratings.movie[rows]
         starts, ends = self.history.starts[rows], self.history.ends[rows]
         recent = np.maximum(starts, ends - self.history_length)
         return {
             "genres": self.catalogue.genres.take(movies),
             "tokens": self.catalogue.tokens.take(movies),
-            "history_movies": gather(self.movie_index, recent, ends),
-            "history_ratings": gather(self._residual, recent, ends),
+            "history_movies": _lists_at(self.movie_index, recent, ends),
+            "history_ratings": _lists_at(self._residual, recent, ends),
             "history_liked": self._liked.last(starts, ends, self.history_length),
             "history_disliked": self._disliked.last(starts, ends, self.history_length),
         }
@@ -167,10 +165,17 @@ class _Chosen:
     def of(cls, chosen: NDArray[np.bool_], values: IntArray) -> _Chosen:
         return cls(values[chosen], np.r_[0, np.cumsum(chosen)])
 
-    def last(self, starts: IntArray, ends: IntArray, limit: int) -> Ragged:
+    def last(self, starts: IntArray, ends: IntArray, limit: int) -> pa.ListArray:
         """The last `limit` chosen values of each range of rows, oldest first."""
         first, last = self.before[starts], self.before[ends]
-        return gather(self.values, np.maximum(first, last - limit), last)
+        return _lists_at(self.values, np.maximum(first, last - limit), last)
+
+
+def _lists_at(values: NDArray, starts: IntArray, ends: IntArray) -> pa.ListArray:
+    """Lists `values[starts[i]:ends[i]]` for every i."""
+    lengths = ends - starts
+    offsets = offsets_of(lengths).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, values[ragged_positions(starts, lengths)])
 
 
 def cut_movies(rows_of_movie: IntArray, range_rows: int) -> IntArray:
@@ -225,7 +230,9 @@ class MovieExchange:
 
     def _compute_range(self, path: Path, number: int) -> Facts:
         names = ("movie", "timestamp", "residual", "is_training")
-        rows = gather_columns(self._by_movie, self._cuts[:, number : number + 2], names)
+        rows = columns_of(
+            gather_rows(self._by_movie, self._cuts[:, number : number + 2]).select(names)
+        )
         is_training = rows["is_training"].astype(bool)
         history = movie_history(rows["movie"], rows["timestamp"], rows["residual"], is_training)
         write_columns(

@@ -15,9 +15,10 @@ from typing import Literal
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer.data.ragged import IntArray, Ragged, offsets_of
+from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import (
     BlockReader,
@@ -30,7 +31,8 @@ from trainer.datasets.io.journal import Advance, Facts
 from trainer.datasets.io.staging import (
     Columns,
     Staging,
-    gather_columns,
+    columns_of,
+    gather_rows,
     map_columns,
     write_columns,
 )
@@ -52,8 +54,8 @@ class Catalogue:
     """
 
     year: NDArray[np.float32]
-    genres: Ragged
-    tokens: Ragged
+    genres: pa.ListArray
+    tokens: pa.ListArray
 
 
 def describe_movies(
@@ -116,11 +118,10 @@ def encode_catalogue(
     )
 
 
-def _encode_lists(lists: pl.Series, vocabulary: VocabularyEncoder) -> Ragged:
-    lengths = lists.list.len().to_numpy().astype(np.int64)
-    # Empty lists would explode to one null each.
-    values = lists.filter(lists.list.len() > 0).explode()
-    return Ragged(vocabulary.encode(values.to_arrow()), offsets_of(lengths))
+def _encode_lists(lists: pl.Series, vocabulary: VocabularyEncoder) -> pa.ListArray:
+    offsets = offsets_of(lists.list.len().to_numpy().astype(np.int64)).astype(np.int32)
+    ids = vocabulary.encode(lists.explode(empty_as_null=False).to_arrow())
+    return pa.ListArray.from_arrays(offsets, ids)
 
 
 OnDuplicate = Literal["fail", "last"]
@@ -232,7 +233,7 @@ def write_unit(
 def _gather(blocks: Blocks, users: range) -> Columns:
     ends = (blocks.users[users.start], blocks.users[users.stop - 1] + 1)
     bounds = [np.searchsorted(map_columns(path)["user"], ends) for path in blocks.paths]
-    return gather_columns(blocks.paths, bounds, ("user", "movie", "stars", "timestamp"))
+    return columns_of(gather_rows(blocks.paths, bounds))
 
 
 # Taken apart, the words of a block need many times its size.

@@ -116,14 +116,13 @@ def test_a_stretch_of_bad_lines_longer_than_a_run_is_left_out(tmp_path):
 def test_good_lines_come_in_order_wherever_the_bad_ones_are(bad_numbers):
     lines = ["?" if number in bad_numbers else good_line(number) for number in range(700)]
     bad = BadLines()
-    rows, line_of = parse_lines("\n".join(lines).encode(), "day", 1, bad)
+    rows = parse_lines("\n".join(lines).encode(), "day", 1, bad)
     good = [number for number in range(700) if number not in bad_numbers]
-    assert line_of.tolist() == good
-    assert rows.counts[:, 0].tolist() == good
+    assert rows["line"].to_list() == rows["int_0"].to_list() == good
     assert bad.total == len(bad_numbers)
     if good:
         text = "\n".join(good_line(number) for number in good).encode()
-        assert (parse_lines(text, "day", 1)[0].ids == rows.ids).all()
+        assert parse_lines(text, "day", 1).drop("line").equals(rows.drop("line"))
 
 
 @given(
@@ -135,8 +134,8 @@ def test_whether_a_line_is_left_out_does_not_depend_on_its_neighbours(field, cel
     found = []
     for neighbour in (good_line(2), "?"):
         bad = BadLines()
-        _, line_of = parse_lines("\n".join([*lines, neighbour]).encode(), "day", 1, bad)
-        found.append((1 in line_of, bad.total - (neighbour == "?")))
+        rows = parse_lines("\n".join([*lines, neighbour]).encode(), "day", 1, bad)
+        found.append((1 in rows["line"], bad.total - (neighbour == "?")))
     assert found[0] == found[1]
 
 
@@ -169,7 +168,7 @@ def test_a_mended_file_is_read_again_and_no_other(days, tmp_path, monkeypatch):
     with pytest.raises(BadValueError, match=r"day_1, line 551, column 'int_0'") as found:
         prepared(days, out, on_bad_line="fail")
     assert str(tmp_path / ".out.partial") in found.value.__notes__[0]
-    finished = list((tmp_path / ".out.partial/scratch/runs").glob("*.npy"))
+    finished = list((tmp_path / ".out.partial/scratch/runs").glob("*.arrow"))
     raw(days / "day_1", {}, 600)
     made = runs_made(monkeypatch)
     prepared(days, out, on_bad_line="fail")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.files import digest
 from trainer.data.manifest import load_manifest, verify_checksums
-from trainer.datasets.criteo import encode, prepare, reader
+from trainer.datasets.criteo import encode, prepare
 from trainer.datasets.criteo.encode import frequent_values
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
@@ -274,11 +274,18 @@ def test_a_file_that_is_no_text_is_refused(days, tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(days, tmp_path, monkeypatch):
-    real = reader.count_lines
-    for change in (-1, 1):
-        monkeypatch.setattr(prepare, "count_lines", lambda *args, by=change: real(*args) + by)
-        with pytest.raises(CorruptFileError, match=r"day_\d changed while it was read"):
-            prepared(days, tmp_path / "out")
+    lines = (days / "day_0").read_text().splitlines()
+    path, plan_buckets = tmp_path / "day_0", prepare.plan_buckets
+    for changed in (lines[1:], [*lines, lines[0]]):
+        write(path, lines)
+
+        def change_once_counted(*arguments, to=changed):
+            write(path, to)
+            return plan_buckets(*arguments)
+
+        monkeypatch.setattr(prepare, "plan_buckets", change_once_counted)
+        with pytest.raises(CorruptFileError, match=r"day_0 changed while it was read"):
+            prepared(path, tmp_path / "out")
 
 
 def test_a_missing_file_an_empty_folder_and_too_few_rows_are_refused(tmp_path):

@@ -96,7 +96,7 @@ def test_work_done_before_the_network_failed_is_kept(tmp_path, monkeypatch):
     with pytest.raises(StorageAwayError) as raised:
         prepare_criteo([tmp_path], tmp_path / "out", options=options)
     assert "run the same command again" in raised.value.__notes__[0]
-    assert list((tmp_path / ".out.partial").glob("scratch/runs/*.npy"))
+    assert list((tmp_path / ".out.partial").glob("scratch/runs/*.arrow"))
 
 
 def test_a_folder_with_a_file_and_its_compressed_copy_is_refused(tmp_path):

@@ -16,8 +16,9 @@ from pyarrow.csv import write_csv
 from tests.harness.files import digest
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.criteo import synthetic as generator
+from trainer.datasets.criteo.encode import ids_of
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
-from trainer.datasets.criteo.reader import MISSING, parse_lines
+from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES, parse_lines
 from trainer.datasets.criteo.synthetic import (
     ClickRows,
     CriteoGeneratorOptions,
@@ -67,14 +68,15 @@ def test_raw_files_read_back_as_what_the_teacher_drew(tmp_path):
     rows = Teacher(table_sizes(50), 1.05, seed=0).draw(500, [1])
     path = tmp_path / "raw"
     write_csv(raw_table(rows, (2,)), path, generator._RAW_FORMAT)
-    clicks, _ = parse_lines(path.read_bytes(), "raw", 1)
-    counts = np.nan_to_num(clicks.counts)
-    np.testing.assert_allclose(np.log1p(np.maximum(counts, 0)), rows.dense, rtol=1e-6)
-    assert (clicks.label == rows.label).all()
-    assert (counts < 0).any() and np.isnan(clicks.counts).any()
-    for column in range(26):
-        assert (clicks.ids[:, column] == raw_ids(rows.ids[:, column], column)).all()
-    assert (clicks.ids[:, 2] == MISSING).sum() == (rows.ids[:, 2] == 0).sum() > 0
+    clicks = parse_lines(path.read_bytes(), "raw", 1)
+    counts = clicks.select(DENSE_NAMES)
+    found = counts.fill_null(0).to_numpy()
+    np.testing.assert_allclose(np.log1p(np.maximum(found, 0)), rows.dense, rtol=1e-6)
+    assert (clicks["label"].to_numpy() == rows.label).all()
+    assert (found < 0).any() and counts.to_series(0).null_count()
+    for column, name in enumerate(ID_NAMES):
+        assert (ids_of(clicks[name]) == raw_ids(rows.ids[:, column], column)).all()
+    assert clicks["cat_2"].null_count() == (rows.ids[:, 2] == 0).sum() > 0
 
 
 def test_prepared_raw_rows_hold_the_clicks_that_the_teacher_was_scored_on(tmp_path):

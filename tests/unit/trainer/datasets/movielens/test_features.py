@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.ragged import Ragged, offsets_of
 from trainer.datasets.movielens.features import (
     MovieFolds,
     UserHistory,
@@ -133,7 +133,7 @@ rows_of_users = st.lists(
 )
 
 
-def past_of(rows) -> tuple[UserHistory, np.ndarray, Ragged]:
+def past_of(rows) -> tuple[UserHistory, np.ndarray, pa.ListArray]:
     user, time, stars, kinds = zip(*sorted(rows, key=lambda r: (r[0], r[1], r[3])), strict=True)
     ratings = Ratings(
         user=np.array(user),
@@ -142,16 +142,14 @@ def past_of(rows) -> tuple[UserHistory, np.ndarray, Ragged]:
         timestamp=np.array(time),
         is_validation=np.zeros(len(rows), dtype=bool),
     )
-    values = np.array([kind for each in kinds for kind in each], dtype=np.int64)
-    lengths = np.array([len(each) for each in kinds])
     history = user_history(ratings, global_mean=3.0)
-    return history, ratings.timestamp, Ragged(values, offsets_of(lengths))
+    return history, ratings.timestamp, pa.array(kinds, pa.list_(pa.int64()))
 
 
 @given(rows_of_users)
 def test_the_taste_for_a_movie_is_the_mean_over_its_kinds_of_damped_means_of_earlier_rows(rows):
     history, time, kinds = past_of(rows)
-    lists = [kinds.values[a:b] for a, b in zip(kinds.offsets, kinds.offsets[1:], strict=False)]
+    lists = kinds.to_pylist()
     expected = []
     for row, own in enumerate(lists):
         means = []

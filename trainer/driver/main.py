@@ -342,10 +342,15 @@ def end_attempt(
 
 
 def failure_behind(error: Exception, context: DriverContext) -> Failure:
-    """The failure behind an unexpected error of the driver; storage that fails may come back."""
+    """The failure behind an unexpected error of the driver; storage or Ray that fails may come back."""
+    from ray.exceptions import RayError
+
     reason, message = failures.TRAINING_ERROR, f"{type(error).__name__}: {error}"
     # Without a number it is none of the operating system's, as a time-out of Ray.
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, RayError) or (isinstance(error, OSError) and error.errno is None):
+        reason = failures.WORKERS_LOST
+        message += "; does the head node of Ray answer, or is it short of CPUs or memory?"
+    elif isinstance(error, OSError):
         reason = failures.STORAGE_ERROR
         message += f"; is the storage of {context.run_dir} full, or away from the driver's host?"
     return Failure(reason, message, evidence=failures.evidence_of(error))

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+from ray.exceptions import RaySystemError
 
 from tests.harness.builders import spec
 from tests.harness.files import records_in
@@ -104,11 +105,13 @@ def test_a_driver_that_starts_after_its_attempt_has_ended_does_nothing(
     ("error", "reason"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), failures.STORAGE_ERROR),
-        (TimeoutError("Ray does not answer"), failures.TRAINING_ERROR),
+        (TimeoutError("Ray does not answer"), failures.WORKERS_LOST),
+        (RaySystemError("GCS does not answer"), failures.WORKERS_LOST),
+        (KeyError("a fault of ours"), failures.TRAINING_ERROR),
     ],
 )
-def test_an_attempt_whose_run_storage_fails_ends_so_that_another_follows(
-    context: DriverContext, monkeypatch: pytest.MonkeyPatch, error: OSError, reason: str
+def test_an_attempt_whose_run_storage_or_ray_fails_ends_so_that_another_follows(
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     monkeypatch.setattr(main, "check_versions", lambda: [])
     monkeypatch.setattr(main, "run_until_stopped", Mock(side_effect=error))
@@ -116,6 +119,7 @@ def test_an_attempt_whose_run_storage_fails_ends_so_that_another_follows(
     assert ended.reason == reason
     assert str(error) in ended.message
     assert (str(context.run_dir) in ended.message) is (reason == failures.STORAGE_ERROR)
+    assert ("head node of Ray" in ended.message) is (reason == failures.WORKERS_LOST)
 
 
 def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:

@@ -412,6 +412,9 @@ class RoundResult(Message):
     standing: GroupState = "current"
     should_leave: bool = False
     has_finished: bool = False
+    num_saves: Count = Field(
+        default=0, description="Checkpoints that the driver has asked for, to be saved soon."
+    )
 
 
 class Rejection(Message):

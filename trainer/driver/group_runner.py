@@ -41,7 +41,7 @@ from trainer.driver.ray_train import TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
 from trainer.failures import Failure
 from trainer.protocol import events, requests
-from trainer.protocol.requests import ResizeRequest, ResizeRequests, SaveRequest, StopRequest
+from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 from trainer.protocol.worker_config import GroupConfig
 
 logger = logging.getLogger(__name__)
@@ -415,7 +415,8 @@ class GroupRunLoop:
         return self._check_shortage()
 
     def _tell_wanted(self, view: View) -> None:
-        """Tell the coordinator which groups there are, if any, how many lack, and who is to go."""
+        """Tell the coordinator which groups there are, if any, how many lack, who is to go, and
+        that a checkpoint is wanted."""
         groups = [run.group for run in self._staying]
         if groups:
             num_missing = max(0, view.target - len(view.staying))
@@ -424,7 +425,7 @@ class GroupRunLoop:
                 for run in self.runs.values()
                 if run.leave_cause
             }
-            self.coordinator.request("want", groups, num_missing, leaving)
+            self.coordinator.request("want", groups, num_missing, leaving, self._num_saves)
 
     def _judge_stragglers(self, request: ResizeRequest, hosts: Sequence[Host]) -> None:
         """Report new stragglers; the groups of those that are replaced move to other hosts."""
@@ -460,15 +461,12 @@ class GroupRunLoop:
         leaving = frozenset(draining.keys() & {host for run in training for host in run.hosts})
         if leaving <= self._leaving:
             return
-        attempt, number = self.config.attempt, self._num_saves + 1
-        request = SaveRequest(run_index=self.run_index, number=number)
-        if not requests.ask(attempt.context.files, request):
-            return
-        self._leaving, self._num_saves = leaving, number
+        self._leaving = leaving
+        self._num_saves += 1
         deadlines = [each for host in leaving if (each := draining[host])]
         notice = f", in {min(deadlines) - self.config.wall_clock():.0f} s" if deadlines else ""
         warn(
-            attempt.writer,
+            self.config.attempt.writer,
             f"all groups are about to lose hosts ({', '.join(sorted(leaving))}{notice}): a "
             "checkpoint is saved at once",
         )

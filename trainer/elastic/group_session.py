@@ -49,8 +49,7 @@ from trainer.layout.layout import Layout
 from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import exact_sync
-from trainer.protocol import requests
-from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
 from trainer.training import worker
 from trainer.training.loss import NON_FINITE_ADVICE
@@ -109,7 +108,7 @@ class GroupSession(Session):
         self._validated: tuple[int, int] | None = None  # at so many rows agreed on, by which leader
         self._num_copies = 0
         self._urgent_step = 0  # what was committed by then shall be durable as soon as possible
-        self._num_requests = 0
+        self._num_saves = 0  # that the driver has asked for
         self._is_syncing = False
         self._sync_s = 0.0  # that training waited for the sync that has begun
         self._synced: Observation | None = None
@@ -300,25 +299,12 @@ class GroupSession(Session):
         if self.is_report_due():
             self.report()
         if self.is_leader:
-            parts = [self._stop_part(), self._save_part(), self._request_part()]
-            reduce_parts(parts, self.groups.device)
+            reduce_parts([self._stop_part(), self._save_part()], self.groups.device)
         elif not self.is_report_due() and self.standing == "current" and not self._leases:
             # It may wait for other groups: a request to stop is not seen in a report then.
             reduce_parts([self._stop_part()], self.groups.device)
         if self.is_leader and not self._num_steps_ahead:
             self.lead()
-
-    def _request_part(self) -> Part:
-        """How many checkpoints the driver has asked for, as the first rank sees it."""
-        files = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
-        is_first = self.groups.rank == 0
-        number = requests.num_saves_wanted(files, self.config.run_index) if is_first else 0
-        return Part(torch.tensor([number], dtype=torch.float64), self._read_requests)
-
-    def _read_requests(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
-        if sums.item() > self._num_requests:
-            self._num_requests, self._urgent_step = int(sums.item()), self.state.step
-        return {}
 
     def _arrival(self) -> Arrive:
         interval = self._syncing
@@ -388,16 +374,19 @@ class GroupSession(Session):
         if is_first:  # what was trained before says nothing of the speed
             self._seen_rows, self._seen_at = result.ledger.rows_trained, time.perf_counter()
         self._hold(result.leases)
-        self._count_copies()
+        self._find_urgency(result.num_saves)
         if self.spec.parallelism.moment_scale == "auto":
             num_live = sum(each.standing != "listening" for each in self.group_sync.members)
             self.optimizers.set_share(num_live / self.spec.parallelism.num_replicas)
 
-    def _count_copies(self) -> None:
-        """Save where one copy is left of several: its loss would cost all since the last save."""
-        before = self._num_copies
+    def _find_urgency(self, num_saves: int) -> None:
+        """Save where the driver asks for it, the `num_saves`-th time, and where one copy is left of
+        several: its loss would cost all since the last save.
+        """
+        copies_before, saves_before = self._num_copies, self._num_saves
         self._num_copies = sum(each.standing == "current" for each in self.group_sync.members)
-        if self._num_copies == 1 < before:
+        self._num_saves = max(num_saves, saves_before)
+        if self._num_copies == 1 < copies_before or self._num_saves > saves_before:
             self._urgent_step = self.state.step
 
     def _hold(self, leases: Sequence[Lease]) -> None:

@@ -63,7 +63,7 @@ _FROM_SERVICE = (
 )
 _BOTH_WAYS = (
     r"skipped-rows\.json|sinks/(mlflow|opentelemetry|tensorboard)\.json|"
-    r"ATTEMPT/((resolved-spec|stop-request|save-request)\.json|(stopping|completed)-\d{1,4})"
+    r"ATTEMPT/((resolved-spec|stop-request)\.json|(stopping|completed)-\d{1,4})"
 )
 # Files of an export have names of the user's.
 _ANY = r"[^/.\0][^/\0]{0,200}"

@@ -1,8 +1,7 @@
-"""Request files of a run: resize, growth limit, rewind, stop, save.
+"""Request files of a run: resize, growth limit, rewind, stop.
 
 The service writes the first three, for the driver and (rewind) the workers; the driver writes the
-others, which rank 0 reads: stop requests at reports, save requests, in the domain `replica_group`,
-at syncs. `trainer.protocol.run_dir` has the paths. The newest resize
+last, which rank 0 reads at reports. `trainer.protocol.run_dir` has the paths. The newest resize
 request replaces earlier ones: hosts that it does not name may be used again. The growth limit
 exists while another job waits for room that this one would grow into.
 
@@ -21,7 +20,6 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_serializer
 
@@ -123,9 +121,6 @@ def _step_and_attempt(name: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-RunRequest = TypeVar("RunRequest", "StopRequest", "SaveRequest")
-
-
 class StopRequest(_Request):
     """Worker group run `run_index` shall save and end; `cause` is one of `Resized`."""
 
@@ -133,19 +128,10 @@ class StopRequest(_Request):
     cause: str
 
 
-class SaveRequest(_Request):
-    """The leader of run `run_index` shall save soon, for the `number`-th time, and train on."""
-
-    run_index: int = Field(ge=0)
-    number: PositiveInt
-
-
-def ask(files: AttemptDir, request: StopRequest | SaveRequest) -> bool:
+def ask(files: AttemptDir, request: StopRequest) -> bool:
     """Put a request where the workers look for it; False where storage fails: try again."""
-    is_stop = isinstance(request, StopRequest)
-    path = files.stop_request_path if is_stop else files.save_request_path
     try:
-        write_whole(path, request.model_dump_json().encode())
+        write_whole(files.stop_request_path, request.model_dump_json().encode())
     except OSError as error:
         logger.warning("the workers are asked again, as storage fails: %s", error)
         return False
@@ -153,20 +139,9 @@ def ask(files: AttemptDir, request: StopRequest | SaveRequest) -> bool:
 
 
 def is_stop_wanted(files: AttemptDir, run_index: int) -> bool:
-    """Whether a request to stop lies there for this run."""
-    return _request_in(files.stop_request_path, StopRequest, run_index) is not None
-
-
-def num_saves_wanted(files: AttemptDir, run_index: int) -> int:
-    """Number of the newest request to save for this run; 0 where there is none."""
-    request = _request_in(files.save_request_path, SaveRequest, run_index)
-    return request.number if request else 0
-
-
-def _request_in(path: Path, kind: type[RunRequest], run_index: int) -> RunRequest | None:
-    """The request to this run; one that cannot be read is none."""
+    """Whether a request to stop lies there for this run; one that cannot be read is none."""
     try:
-        request = kind.model_validate_json(path.read_bytes())
+        request = StopRequest.model_validate_json(files.stop_request_path.read_bytes())
     except (OSError, ValidationError):
-        return None
-    return request if request.run_index == run_index else None
+        return False
+    return request.run_index == run_index

@@ -21,7 +21,6 @@ RUN_DIR/                         one per job
     resize-request.json          size or hosts to leave: {"id", "workers", "drain_hosts"}
     growth-limit.json            while it exists the attempt grows no further: {"max_workers"}
     stop-request.json            the workers shall save and stop: {"run_index", "cause"}
-    save-request.json            the leading group shall save: {"run_index", "number"}
     stopping-0, completed-0      how workers of that run index ended: so, or with all trained
     pause-request.json           while it exists the attempt shall save and end: {"id"}
     traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
@@ -100,7 +99,6 @@ class AttemptDir:
         self.resize_request_path = root / "resize-request.json"
         self.growth_limit_path = root / "growth-limit.json"
         self.stop_request_path = root / "stop-request.json"
-        self.save_request_path = root / "save-request.json"
         self.pause_request_path = root / "pause-request.json"
 
     def stopping_path(self, run_index: int) -> Path:

@@ -271,14 +271,17 @@ class Membership:
         groups: Collection[int],
         num_missing: int,
         leaving: Mapping[tuple[int, int], str],
+        num_saves: int,
         now: float,
     ) -> list[Effect]:
         """The job has these groups, which may still start, and is to get `num_missing` more.
 
         A spare among them joins: from the next round on it copies from one that trains. `leaving`
-        has why others are to go, by (group, incarnation). It is told again and again, as one of
-        another coordinator may not have been heard. A start, or start over, waits for no others.
+        has why others are to go, by (group, incarnation). So far `num_saves` checkpoints were asked
+        for, which the leader is to save soon. It is told again and again, as one of another
+        coordinator may not have been heard. A start, or start over, waits for no others.
         """
+        self._rounds.num_saves = num_saves
         self._expected &= set(groups)
         self._metrics.goodput.want(groups, num_missing, now)
         for group in self._groups.present:

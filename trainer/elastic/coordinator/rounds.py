@@ -151,7 +151,8 @@ class OpenRound:
 class SyncRounds:
     """Opens rounds of the groups that are there, collects their votes, and commits to the ledger.
 
-    `report` is the leader's, for the next commit. With `failure` the run cannot go on.
+    `report` is the leader's, for the next commit, and `num_saves` how many checkpoints the driver
+    has asked for. With `failure` the run cannot go on.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class SyncRounds:
         self.ledger, self.report = Ledger(), Report()
         self.failure: Failure | None = None
         self.has_finished = False
-        self.generation = 0
+        self.generation = self.num_saves = 0
         self._policy, self._book, self._groups = policy, book, groups
         self._metrics, self._effects = metrics, effects
         # Leases that are held already are of the interval before.
@@ -690,4 +691,5 @@ class SyncRounds:
             standing="initial" if group.copy == "stale" else group.standing,
             should_leave=should_leave,
             has_finished=committed and self.has_finished,
+            num_saves=self.num_saves,
         )

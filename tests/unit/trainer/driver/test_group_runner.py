@@ -61,6 +61,7 @@ class World:
     retired: list[tuple[int, str]] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     wanted: tuple[list[int], int] = ([], 0)
+    num_saves: int = 0
     is_stopped: bool = False
     room: CapacityManager | None = None
     actor_name: str = "coordinator"
@@ -169,9 +170,13 @@ class World:
         getattr(self, step)(*args)
 
     def want(
-        self, groups: Collection[int], num_missing: int, leaving: dict[tuple[int, int], str]
+        self,
+        groups: Collection[int],
+        num_missing: int,
+        leaving: dict[tuple[int, int], str],
+        num_saves: int,
     ) -> None:
-        self.wanted = sorted(groups), num_missing
+        self.wanted, self.num_saves = (sorted(groups), num_missing), num_saves
         told = [(group, cause) for (group, _), cause in leaving.items()]
         self.retired += [each for each in told if each not in self.retired]
 
@@ -565,19 +570,18 @@ def test_a_checkpoint_is_asked_for_once_all_groups_are_about_to_lose_hosts(world
     world.train()
     world.deadlines = {"a": world.now + 90, "b": world.now + 61}
     world.look()
-    assert requests.num_saves_wanted(world.files, 0) == 0, "group 2 stays"
+    assert world.num_saves == 0, "group 2 stays"
     world.deadlines["c"] = world.now + 120
     for _ in range(3):
         assert world.look() is None
-    assert requests.num_saves_wanted(world.files, 0) == 1
-    assert requests.num_saves_wanted(world.files, 1) == 0
+    assert world.num_saves == 1
     (note,) = [n for n in world.told(events.Note) if "about to lose" in n.message]
     assert "(a, b, c, in 60 s)" in note.message
     del world.deadlines["a"]
     world.look()
     world.deadlines["a"] = world.now + 60
     world.look()
-    assert requests.num_saves_wanted(world.files, 0) == 2
+    assert world.num_saves == 2
 
 
 def test_too_few_groups_train_on_and_the_shortage_is_told_once(world: World) -> None:
@@ -627,13 +631,6 @@ def test_a_request_that_storage_refuses_is_written_once_it_is_back(
 ) -> None:
     storage = RunStorage(monkeypatch)
     world.train()
-    world.deadlines = dict.fromkeys("abc", world.now + 60)
-    storage.leave()
-    assert world.look() is None
-    storage.come_back()
-    assert world.look() is None
-    assert requests.num_saves_wanted(world.files, 0) == 1
-    assert len([n for n in world.told(events.Note) if "about to lose" in n.message]) == 1
     world.files.pause_request_path.touch()
     storage.leave()
     assert world.look() is None

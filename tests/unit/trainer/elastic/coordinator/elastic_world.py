@@ -343,7 +343,7 @@ class World:
     def want(self, *groups: int, leaving: Mapping[int, str] = {}) -> None:
         """The driver has these groups, and others are to leave."""
         lives = {(each, self.incarnations.get(each, 0)): leaving[each] for each in leaving}
-        self.act(self.membership.want(groups, 0, lives, self.now))
+        self.act(self.membership.want(groups, 0, lives, 0, self.now))
 
     def wait(self, seconds: float) -> None:
         """Time passes; groups that do not hang beat."""

@@ -1150,22 +1150,23 @@ def test_a_save_counts_once_it_is_durable_and_busy_storage_is_not_waited_for() -
 def test_the_last_copy_and_a_driver_that_asks_cause_a_save_until_one_is_durable() -> None:
     session: Any = leader(LeaderProgress(step=40, epoch=1, saved_step=40), 42)
     copies = [SimpleNamespace(standing="current")] * 2
-    session._num_copies, session._num_requests = 0, 0
+    session._num_copies = session._num_saves = 0
     session.group_sync = SimpleNamespace(members=copies[:1])
-    session._count_copies()
+    session._find_urgency(0)
     assert not session.is_checkpoint_step(), "a job of one group loses no copy"
     for members in (copies, copies[:1]):
         session.group_sync.members = members
-        session._count_copies()
+        session._find_urgency(0)
     assert session.is_checkpoint_step() and session._may_be_due_next
     session.saves = SaveStanding(saved_step=42)
     assert not session.is_checkpoint_step()
     session.state = TrainState(step=43, reached=session.state.position)
     session.ledger = session.ledger.model_copy(update={"rows_trained": 43 * 8})
-    session._read_requests(torch.tensor([1.0]), torch.empty(0))
+    session._find_urgency(1)
     assert session.is_checkpoint_step()
     session.saves = SaveStanding(saved_step=43)
-    session._read_requests(torch.tensor([1.0]), torch.empty(0))
+    for num_saves in (1, 0, 1):  # as of a coordinator that was restarted
+        session._find_urgency(num_saves)
     assert not session.is_checkpoint_step()
 
 
@@ -1176,7 +1177,7 @@ def test_a_result_that_leaves_one_copy_of_four_causes_a_save_and_scales_moments(
     session.spec.training.accumulate_steps = 1
     for name in ("optimizers", "tuner", "quarantine", "_stream", "_loader"):
         setattr(session, name, Mock())
-    session._leases, session._num_copies = deque(), 0
+    session._leases, session._num_copies, session._num_saves = deque(), 0, 0
     session.group = SimpleNamespace(group=0)
     for num_copies, is_due in ((4, False), (1, True)):
         copies = [SimpleNamespace(standing="current")] * num_copies

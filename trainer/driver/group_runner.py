@@ -54,7 +54,7 @@ _STARTING_FACTOR = 10  # of `recovery.min_hang_s`, as the coordinator gives rank
 _WINDOW_S = 60.0
 # Reasons that are never the host's fault.
 _NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
-_OF_HOSTS = failures.RESTARTABLE - _NOT_OF_HOSTS | {failures.VERSION_MISMATCH}
+_OF_HOSTS = failures.RESTARTABLE - _NOT_OF_HOSTS
 
 
 @dataclass
@@ -84,7 +84,7 @@ class FailureTracker:
         delay_s = failures.restart_delay_s(len(self._times))
         self.may_start_at = max(self.may_start_at, now + delay_s)
         has_lost_others = failure.evidence.get("coordinator") == "no_donor"
-        if failure.reason not in _OF_HOSTS or has_lost_others:
+        if not (failure.reason in _OF_HOSTS or is_of_setup(failure)) or has_lost_others:
             return []
         guilty = failure.evidence.get("host")
         found = [self.record.fail(each, unix_s) for each in ({guilty} if guilty else set(hosts))]
@@ -92,8 +92,13 @@ class FailureTracker:
 
     def is_fatal(self, failure: Failure) -> bool:
         """Count how a group's workers ended; whether that ends the job."""
-        self._num_suspicious += failure.reason in failures.SUSPICIOUS
+        self._num_suspicious += failure.reason in failures.SUSPICIOUS and not is_of_setup(failure)
         return not failures.should_replace(failure, self._num_suspicious, self.max_suspicious)
+
+
+def is_of_setup(failure: Failure) -> bool:
+    """Whether a host that it names is set up wrongly, so that nothing of the job was run there."""
+    return failure.reason in failures.SUSPICIOUS and "host" in failure.evidence
 
 
 @dataclass

@@ -435,6 +435,20 @@ def test_an_error_in_one_group_is_tried_within_the_budget(world: World) -> None:
     assert world.look() == Ended(error)
 
 
+@pytest.mark.parametrize("reason", [failures.STORAGE_ERROR, failures.VERSION_MISMATCH])
+def test_a_host_that_is_set_up_wrongly_is_left_out_and_never_ends_the_job(
+    world: World, reason: str
+) -> None:
+    world.train()
+    unfit = Failure(reason, "the run folder is not mounted", evidence={"host": "c"})
+    for incarnation in range(6):
+        while (2, incarnation) not in world.runs:
+            assert world.look(60) is None
+        world.end((2, incarnation), unfit)
+        assert world.look() is None
+    assert {each.host for each in world.told(events.HostExcluded)} == {"c"}
+
+
 def test_groups_that_keep_failing_start_later_and_later_but_not_if_lost_at_once(
     world: World,
 ) -> None:

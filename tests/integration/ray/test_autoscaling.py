@@ -23,7 +23,6 @@ import pytest
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from service.client.client import ShardloomClient
-from service.domain.models import JobStatus
 from service.local.ray_node import NODE_IP, RayState, free_ports
 from tests.conftest import EXAMPLE_SPEC, REPO
 from tests.harness.ray_hosts import RAY, RAY_SETTINGS, kill_tree, processes_below
@@ -362,37 +361,3 @@ def test_an_elastic_job_has_nodes_added_outlives_one_and_lets_idle_ones_leave(
 
 def _without(host: str, hosts: list[str], num_hosts: int) -> list[str] | None:
     return hosts if host not in hosts and len(hosts) == num_hosts else None
-
-
-def test_a_job_whose_workers_restart_together_waits_for_a_new_node_after_a_lost_one(
-    stack: GrowingStack, small_movielens: Path
-) -> None:
-    job_id = submit(
-        stack,
-        small_movielens,
-        "parallelism.workers=2",
-        "parallelism.shard_group_size=1",
-        "parallelism.placement=intra_host",
-        "checkpoint.every_steps=5",
-    )
-    (started,) = wait_on(
-        stack, job_id, lambda: stack.timeline(job_id, "workers_started"), "workers"
-    )
-    wait_on(stack, job_id, lambda: stack.timeline(job_id, "checkpoint_committed"), "a checkpoint")
-    lost = started["hosts"][1]
-    stack.ray.kill(lost)
-
-    def again() -> dict[str, Any] | None:
-        runs = stack.timeline(job_id, "workers_started")
-        return runs[-1] if runs[-1]["run_index"] > started["run_index"] else None
-
-    restarted = wait_on(stack, job_id, again, "workers on a new node")
-    assert lost not in restarted["hosts"]
-    assert len(set(restarted["hosts"])) == 2
-    assert restarted["resumed_step"] >= 5
-    waits = [e for e in stack.timeline(job_id, "room_asked") if e["num_workers"] < e["num_needed"]]
-    assert waits, "it said that it waits for the autoscaler"
-    job = stack.client.get_job(job_id)
-    assert job.num_failures == 0, "a lost host is nobody's fault"
-    assert job.status is JobStatus.RUNNING
-    end(stack, job_id)

@@ -146,6 +146,7 @@ class CheckpointManager:
         self._groups = groups
         self._emit = emit
         self._folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
+        self.runs_dir = RunDir(config.run_dir).runs_dir
         self.group = dist.new_group(backend="gloo", timeout=_STORAGE_TIMEOUT)
         self._staging = Staging(self.group)
         self._pending: PendingSave | None = None

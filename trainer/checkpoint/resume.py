@@ -77,7 +77,7 @@ def restore(
             if found is None or found.path == read.path:
                 raise
             logger.warning("checkpoint %s was removed while it was read", read.path.name)
-    warm = warm_start(spec, model, optimizers, group)
+    warm = warm_start(spec, model, optimizers, checkpoints.runs_dir, group)
     if warm is None:
         return None
     message = f"warm start from checkpoint {warm.path}, at step {warm.commit.step}"
@@ -108,18 +108,19 @@ def warm_start(
     spec: JobSpec,
     model: TwoDParallel,
     optimizers: Optimizers,
+    runs_dir: Path,
     group: dist.ProcessGroup | None = None,
 ) -> CommittedCheckpoint | None:
     """Load what `checkpoint.warm_start` names, if anything; the checkpoint that was loaded.
 
-    Collective; storage is waited for in `group` (all ranks; default: the default group).
-    Raises `CheckpointMismatch` where the checkpoint lacks what is asked for, and `CheckpointError`
-    where there is none that is whole.
+    `runs_dir` has the run folders of this job and others. Collective; storage is waited for in
+    `group` (all ranks; default: the default group). Raises `CheckpointMismatch` where the
+    checkpoint lacks what is asked for, and `CheckpointError` where there is none that is whole.
     """
     wanted = spec.checkpoint.warm_start
     if wanted is None:
         return None
-    found = find_source(folder_at(wanted.path), group)
+    found = find_source(folder_at(wanted.path), runs_dir, group)
     try:
         load_state(found.path, model, optimizers.combined, wanted, group)
     except CheckpointMismatch as error:
@@ -137,7 +138,9 @@ def _rescale_moments(spec: JobSpec, optimizers: Optimizers, found: CommittedChec
     optimizers.rescale_moments(spec.moment_scale / written_scale)
 
 
-def find_source(path: Folder, group: dist.ProcessGroup | None = None) -> CommittedCheckpoint:
+def find_source(
+    path: Folder, runs_dir: Path, group: dist.ProcessGroup | None = None
+) -> CommittedCheckpoint:
     """The checkpoint at `path`, or the newest that is whole in that folder, or of that run.
 
     Those that a rewind of the run has left behind are no newest ones. Collective over `group`.
@@ -153,7 +156,7 @@ def find_source(path: Folder, group: dist.ProcessGroup | None = None) -> Committ
             f"{_FIELD}.path: there is no folder {path} that the workers' hosts can see; name a "
             "checkpoint, or a folder of checkpoints, on storage that they share"
         )
-    found, damaged = newest_intact(folder, _left_behind_in(folder), group)
+    found, damaged = newest_intact(folder, _left_behind_in(folder, runs_dir), group)
     if found is None:
         raise CheckpointError(
             f"{_FIELD}.path: {folder} holds no checkpoint that is whole ({len(damaged)} damaged)"
@@ -161,10 +164,14 @@ def find_source(path: Folder, group: dist.ProcessGroup | None = None) -> Committ
     return found
 
 
-def _left_behind_in(folder: Folder) -> Callable[[str], bool]:
-    """Whether a checkpoint with that name comes after the one that its run was rewound to."""
-    rewind = read_rewind(RunDir(folder.parent).rewind_path) if isinstance(folder, Path) else None
-    return rewind.supersedes if rewind else lambda name: False
+def _left_behind_in(folder: Folder, runs_dir: Path) -> Callable[[str], bool]:
+    """Whether a checkpoint with that name comes after the one that its run was rewound to.
+
+    The run's folder holds `folder`, or is in `runs_dir` where `checkpoint.path` is elsewhere.
+    """
+    run_dirs = [folder.parent, runs_dir / folder.parent.name]
+    rewinds = [read_rewind(RunDir(p).rewind_path) for p in run_dirs if isinstance(p, Path)]
+    return lambda name: any(rewind.supersedes(name) for rewind in rewinds if rewind)
 
 
 def _look_at(path: Folder) -> tuple[CommittedCheckpoint | None, Folder | None]:

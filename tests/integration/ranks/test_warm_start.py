@@ -57,7 +57,7 @@ def start(sharding: Sharding, warm: WarmStartSpec | None, rename: str = "") -> d
     """Build a job and start it warm; what this rank then holds."""
     spec = _spec(sharding, warm, rename)
     model, optimizers = build(sharding, spec)
-    warm_start(spec, model, optimizers)
+    warm_start(spec, model, optimizers, Path("nowhere"))
     return held(model, optimizers)
 
 

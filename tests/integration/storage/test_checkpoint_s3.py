@@ -92,7 +92,7 @@ def start_warm(
     document["checkpoint"]["warm_start"] = {"path": path, "tables": tables, "dense": False}
     spec = type(spec).model_validate(document)
     model, optimizers = build(sharding, spec)
-    found = warm_start(spec, model, optimizers)
+    found = warm_start(spec, model, optimizers, Path("nowhere"))
     assert found is not None
     return held(model, optimizers)
 

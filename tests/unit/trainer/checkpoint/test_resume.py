@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.trainer.export.export_case import spec_document
-from trainer.checkpoint.files import Commit, RowOrder, write_marker
+from trainer.checkpoint.files import Commit, RowOrder, checkpoints_of, write_marker
 from trainer.checkpoint.manager import resumed_state, state_of
 from trainer.checkpoint.resume import find_source
 from trainer.checkpoint.save_load import CheckpointMismatch
@@ -104,19 +104,24 @@ def test_without_a_readable_choice_the_newest_counts(tmp_path: Path) -> None:
     assert read_rewind(path) == CHOSEN
 
 
-def test_a_warm_start_takes_no_checkpoint_that_a_rewind_left_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_warm_start_takes_no_checkpoint_that_a_rewind_left_behind(
+    tmp_path: Path, is_apart: bool
+) -> None:
     names = ("step-00000100-a1-r0", "step-00000200-a1-r0", "step-00000300-a2-r0")
-    run_dir = RunDir(tmp_path)
+    run_dir = RunDir(tmp_path / "runs" / "job-1")
+    folder = checkpoints_of(run_dir.root, str(tmp_path / "apart") if is_apart else None)
     for name in names:
-        (run_dir.checkpoints_dir / name).mkdir(parents=True)
-        write_marker(run_dir.checkpoints_dir / name, commit(1, 0))
+        (folder / name).mkdir(parents=True)
+        write_marker(folder / name, commit(1, 0))
+    run_dir.root.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert find_source(tmp_path).path.name == names[2]
+        assert find_source(folder.parent, run_dir.runs_dir).path.name == names[2]
         run_dir.rewind_path.write_text(CHOSEN.model_dump_json())
-        for folder in (tmp_path, run_dir.checkpoints_dir):
-            assert find_source(folder).path.name == CHOSEN.checkpoint
+        for path in (folder.parent, folder):
+            assert find_source(path, run_dir.runs_dir).path.name == CHOSEN.checkpoint
         # By its own path it can be had.
-        assert find_source(run_dir.checkpoints_dir / names[2]).path.name == names[2]
+        assert find_source(folder / names[2], run_dir.runs_dir).path.name == names[2]
     finally:
         dist.destroy_process_group()

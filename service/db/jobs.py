@@ -299,15 +299,25 @@ class JobStore(Transactions):
     # ---- timeline, metrics, checkpoints
 
     def list_timeline(
-        self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Sequence[str] = ()
+        self,
+        job_id: str,
+        *,
+        after: int = 0,
+        limit: int | None = None,
+        kinds: Sequence[str] = (),
+        newest: bool = False,
     ) -> list[TimelineEvent]:
-        """Timeline events with an id above `after`, in order: of some kinds, or of all."""
+        """Timeline events with an id above `after`, in order: of some kinds, or of all.
+
+        At most the first `limit` of them, or the `newest`.
+        """
         is_after = timeline.c.id > literal(after, BigInteger)
         query = select(timeline).where(timeline.c.job_id == job_id, is_after)
         if kinds:
             query = query.where(timeline.c.kind.in_(kinds))
-        found = self.rows(query.order_by(timeline.c.id).limit(limit))
-        return [TimelineEvent(**row) for row in found]
+        order = timeline.c.id.desc() if newest else timeline.c.id
+        found = self.rows(query.order_by(order).limit(limit))
+        return [TimelineEvent(**row) for row in (reversed(found) if newest else found)]
 
     def metric_names(self, job_id: str) -> list[str]:
         """Names of every metric the job has, sorted."""

@@ -47,6 +47,7 @@ from service.db.tables import (
 )
 from service.db.webhooks import add_timeline
 from service.domain.ingest import IngestResult
+from service.domain.metrics import admitted
 from service.domain.models import (
     Attempt,
     Job,
@@ -74,6 +75,9 @@ _MAX_WALKS = 64
 _MAX_LINES = 100_000
 _LARGE_BYTES = 1 << 16
 _MAX_LARGE_BYTES = 1 << 26
+# Of one job, which are read at once: the newest ones, and metrics of each.
+_MAX_CHECKPOINTS = 2000
+_MAX_CHECKPOINT_METRICS = 200
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
 
@@ -360,6 +364,8 @@ def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: Inge
     metrics.save_points(connection, job.id, attempt.index, result.points)
     for change in result.checkpoints:
         _change_checkpoint(connection, job.id, change)
+    if result.checkpoints:
+        _forget_first_checkpoints(connection, job.id)
     if result.timeline:
         add_timeline(connection, _fitting(connection, job.id, result.timeline))
 
@@ -410,5 +416,17 @@ def _change_checkpoint(
         others = update(checkpoints).where(checkpoints.c.job_id == job_id)
         connection.execute(others.values(is_best=False))
     told = change.model_dump(exclude={"kind", "time", "duration_s"})
-    values = {**told, "job_id": job_id, "created_at": change.time}
+    names = admitted((), told["metrics"])[:_MAX_CHECKPOINT_METRICS]
+    kept = {name: told["metrics"][name] for name in names}
+    values = {**told, "metrics": kept, "job_id": job_id, "created_at": change.time}
     upsert(connection, checkpoints, values, "job_id", "path")
+
+
+def _forget_first_checkpoints(connection: Connection, job_id: str) -> None:
+    """Keep as many rows as may be read at once; the files stay."""
+    own = checkpoints.c.job_id == job_id
+    newest = select(checkpoints.c.path).where(own).order_by(checkpoints.c.step.desc())
+    delete_first = delete(checkpoints).where(
+        own, checkpoints.c.path.in_(newest.offset(_MAX_CHECKPOINTS))
+    )
+    connection.execute(delete_first)

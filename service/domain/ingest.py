@@ -25,6 +25,8 @@ from trainer.protocol import events
 
 # What is known of an attempt's groups is read with its job, at every pass of the service.
 _MAX_PLACES = 2**15
+# So are ends of attempts, all of a job at once.
+_MAX_EVIDENCE_CHARS = 2**17
 
 
 @dataclass
@@ -127,10 +129,12 @@ def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:
 
 def _reported_end(event: events.AttemptEnded, now: float) -> ReportedEnd:
     known = {reason.value: reason for reason in EndReason}
+    num_chars = sum(len(name) + len(text) for name, text in event.evidence.items())
+    evidence = event.evidence if num_chars <= _MAX_EVIDENCE_CHARS else {}
     if event.reason in known:
-        return ReportedEnd(known[event.reason], event.message, now, event.evidence)
+        return ReportedEnd(known[event.reason], event.message, now, evidence)
     message = f"{event.message} (reported as '{event.reason}', a reason unknown to this version)"
-    return ReportedEnd(EndReason.TRAINING_ERROR, events.shortened(message), now, event.evidence)
+    return ReportedEnd(EndReason.TRAINING_ERROR, events.shortened(message), now, evidence)
 
 
 def _timeline_event(result: IngestResult, event: events.Event) -> TimelineEvent:

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
 # Sizes that a message names.
 _MAX_LISTED = 20
+# Of the lines about workers the newest: drivers may tell any number.
+_MAX_STARTED = 100
 _TRIAL_LABELS = ("sweep", "trial")
 _REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
 
@@ -377,7 +379,8 @@ def request_drain(
         if undo:
             return known.model_copy(update={"drain_hosts": known.drain_hosts - {host}})
         if host not in known.drain_hosts:
-            hosts = known_hosts(job, store.list_timeline(job.id, kinds=(STARTED,)))
+            told = partial(store.list_timeline, kinds=(STARTED,), limit=_MAX_STARTED, newest=True)
+            hosts = known_hosts(job, told(job.id))
             if host not in hosts:
                 known_ones = ", ".join(hosts) or "none yet"
                 message = f"no worker of the job is on '{host}'; its hosts: {known_ones}"
@@ -494,4 +497,5 @@ def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
 
 
 def _requested(store: JobStore, job_id: str) -> ResizeRequest:
-    return latest_resize_request(store.list_timeline(job_id, kinds=RESIZE_KINDS))
+    newest = store.list_timeline(job_id, kinds=RESIZE_KINDS, limit=1, newest=True)
+    return latest_resize_request(newest)

@@ -32,6 +32,8 @@ from trainer.spec.base import FieldProblem
 
 # A request that brought nothing for so long does not stand in the way of another.
 PATIENCE_S = 600.0
+# The newest of those about traces: several of the largest requests.
+_MAX_LINES = 5000
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now:
 
 
 def list_traces(store: JobStore, job_id: str) -> list[Trace]:
-    """Traces that workers of a job wrote, in the order of writing."""
+    """The newest traces that workers of a job wrote, in the order of writing."""
     return traces_of(_read_lines(store, job_id))
 
 
@@ -156,4 +158,5 @@ def find_trace(
 
 
 def _read_lines(store: JobStore, job_id: str) -> list[TimelineEvent]:
-    return store.list_timeline(job_id, kinds=(REQUESTED, WRITTEN, WITHDRAWN))
+    kinds = (REQUESTED, WRITTEN, WITHDRAWN)
+    return store.list_timeline(job_id, kinds=kinds, limit=_MAX_LINES, newest=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from service.auth.crypto import master_keys_of
 from service.backends.base import Submission
@@ -19,13 +20,16 @@ from trainer.protocol.untrusted import remove_untrusted, replace_untrusted
 from trainer.spec.job import JobSpec
 
 STOP_WAIT_S = 20
+# Each attempt tells one, and drivers may tell any number.
+_MAX_LAYOUTS = 500
 
 
 def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> NextAttempt:
     """What an attempt runs, given those that ended before it and its project's quota."""
     known_attempts = store.list_attempts(job.id) if attempt.index else []
     ended = [each for each in known_attempts if each.index < attempt.index]
-    chosen = store.list_timeline(job.id, kinds=("layout_chosen",)) if ended else []
+    told = partial(store.list_timeline, kinds=("layout_chosen",), limit=_MAX_LAYOUTS, newest=True)
+    chosen = told(job.id) if ended else []
     sizes = {each.attempt_id: each.data.get("shard_group_size") for each in chosen}
     known = {name: size for name, size in sizes.items() if name and isinstance(size, int)}
     following = next_attempt(job, ended, known, now)

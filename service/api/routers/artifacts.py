@@ -159,7 +159,7 @@ def post_trace(body: RequestTrace, job: JobDep, context: ContextDep) -> TraceReq
 
 @traces_router.get("", summary="Traces of a job")
 def read_traces(job: JobDep, context: ContextDep) -> Page[Trace]:
-    """Traces in the order of writing, all on one page."""
+    """The newest traces (up to 5000) in the order of writing, all on one page."""
     return Page(items=list_traces(context.store, job.id))
 
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from sqlalchemy import RowMapping, Select
 
 from service.db.engine import migrate, open_engine
 from service.db.jobs import JobStore
 from service.db.tables import metadata
 from service.domain.models import EndReason, JobStatus
-from service.errors import StaleVersion, StoreUnavailable
+from service.errors import InvalidRequest, StaleVersion, StoreUnavailable
+from service.jobs.actions import request_drain
+from service.reconciler.submission import plan_attempt
+from service.settings import Settings
 from tests.harness.builders import (
     NOW,
     attempt_ended,
     batch,
     checkpoint,
+    layout_chosen,
     metrics,
     progress,
     workers_lost,
@@ -74,6 +81,32 @@ def test_one_checkpoint_is_best_and_deleted_ones_are_gone(store: JobStore) -> No
     store.append_events(attempt.id, batch(*records), NOW)
     found = [(c.step, c.is_best) for c in store.list_checkpoints(job.id)]
     assert found == [(2, False), (3, True)]
+
+
+def test_no_flood_of_records_is_read_at_once(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, attempt = store_attempt(store)
+    named = {f"m{number}": 0.0 for number in range(300)}
+    saved = [checkpoint(step).model_copy(update={"metrics": named}) for step in range(2100)]
+    flood = [*saved, *[layout_chosen()] * 600, *[workers_started()] * 200]
+    for at in range(0, len(flood), 1000):
+        store.append_events(attempt.id, batch(*flood[at : at + 1000], first_seq=at), NOW)
+    kept = store.list_checkpoints(job.id)
+    assert (len(kept), kept[-1].step) == (2000, 2099)
+    assert len(kept[-1].metrics) == 200
+    replace_attempt(store, job.id)
+    read, rows = [], store.rows
+
+    def counted(query: Select[Any]) -> Sequence[RowMapping]:
+        read.append(len(rows(query)))
+        return rows(query)
+
+    monkeypatch.setattr(store, "rows", counted)
+    plan_attempt(store, *store.get_job_and_attempt(job.id), NOW)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="its hosts"):
+        request_drain(store, Settings(home=tmp_path), job.id, "nowhere")
+    assert max(read) == 500
 
 
 def test_a_commit_reaches_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:

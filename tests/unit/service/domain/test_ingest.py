@@ -93,6 +93,9 @@ def test_what_is_kept_of_a_job_at_every_pass_stays_small_whatever_it_tells() -> 
     held = apply_events(job, attempt, [membership_changed(), *flood], NOW).job.membership
     assert num_places(held) < 40_000
     assert len(held.gone[0].message) < 1000
+    evidence = {f"e{number}": "x" * 10_000 for number in range(100)}
+    ended = attempt_ended("host_lost").model_copy(update={"evidence": evidence})
+    assert applied(ended).attempt.reported_end.evidence == {}
 
 
 @pytest.mark.parametrize(

@@ -544,6 +544,8 @@ def test_a_policy_that_keeps_a_rayjob_is_told_when_its_job_is_stopped(
         backend.stop(sent.attempt_id)
     later = backends.open(clock=lambda: 4e9, watches=False)
     (rayjob,) = backends.rayjobs().values()
+    later._sweep([{**rayjob, "status": {"jobDeploymentStatus": "Running"}}])
+    assert list(backends.rayjobs()) == [sent.attempt_id], "what has not ended is left alone"
     rayjob["status"] = {"jobDeploymentStatus": "Complete"}
     server.faults.fail(403, verb="delete", path="rayjobs", message=message)
     later._sweep([rayjob, rayjob])

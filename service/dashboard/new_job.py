@@ -32,7 +32,8 @@ from trainer.spec.parse import parse_document
 _CHECK_AFTER_S = 0.35
 _PLAN_AFTER_S = 0.9
 _DEFAULT_TEMPLATE = "movielens.yaml"
-_MAX_CODE_BYTES = 32 * 2**20
+# What the service takes in a body that is not for /v1/code, and this one has a frame.
+_MAX_CODE_BYTES = 8_000_000
 _BEING_ESTIMATED = "Memory and speed are being estimated ..."
 _EMPTY = "name: my-job\n\ndata:\n  path: /data/prepared\n"
 # The fields that people change, by section.
@@ -204,7 +205,9 @@ class NewJobPage:
             auto_upload=True, max_file_size=_MAX_CODE_BYTES, on_upload=self._upload_code
         )
         upload.props('accept=".py,.zip"').classes("hidden")
-        upload.on("rejected", lambda: ui.notify("A .py or .zip file of at most 32 MiB, please."))
+        refusal = "It takes a .py or .zip file of at most 8 MB; `submit --code DIR` takes more."
+        for event in ("rejected", "failed"):
+            upload.on(event, partial(ui.notify, refusal, type="warning"), [])
         # In the browser itself, which lets only a click open its file dialog.
         pick = f"() => getElement({upload.id}).$refs.qRef.pickFiles()"
         button("Upload code", lambda: None).on("click", js_handler=pick)

@@ -248,6 +248,17 @@ def test_a_new_job_begins_with_a_copy_an_example_or_nothing(
     expect(editor).to_contain_text("my-job")
 
 
+def test_code_that_is_too_large_for_a_page_is_told_of(page: Page, tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    page.goto("/dashboard/new")
+    for num_bytes, told in ((8_000_000, "1 file uploaded"), (9_000_000, "at most 8 MB")):
+        file.write_bytes(b"#" * num_bytes)
+        with page.expect_file_chooser() as choosing:
+            page.get_by_role("button", name="Upload code").click()
+        choosing.value.set_files(file)
+        expect(page.get_by_text(told)).to_be_visible()
+
+
 def test_the_form_of_a_new_job_says_what_is_wrong_and_leaves_the_text_alone(page: Page) -> None:
     page.goto("/dashboard/new")
     editor, workers = (page.get_by_label(name, exact=True) for name in ("Spec", "workers"))

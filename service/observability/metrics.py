@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -132,7 +133,7 @@ class ServiceMetrics:
                 self._live_jobs.labels(status.value).set(tally[status])
         for job in jobs:
             self._note_waits(job)
-        self._waits.keep({job.id for job in jobs})
+        self._waits.saw(jobs)
         self._live.saw(jobs)
 
     def job_ended(self, job: Job) -> None:
@@ -202,41 +203,33 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        # Since when each job in the queue waits, by its id (Unix seconds).
-        self._queued_since: dict[str, float] = {}
-        self._unstarted: dict[str, float] = {}
-        self._live: Set[str] | None = None
+        # The live jobs as they were seen last; None before the first look.
+        self._seen: dict[str, Job] | None = None
+
+    def saw(self, jobs: Iterable[Job]) -> None:
+        """These live: others were ended, here or by another replica."""
+        self._seen = {job.id: job for job in jobs}
 
     def after(self, job: Job, now: float) -> tuple[float | None, float | None]:
         """Seconds in the queue, and from submission to running, of waits that are over now."""
-        self._note_begin(job)
-        queued_at = created_at = None
-        if job.status is not JobStatus.QUEUED:
-            queued_at = self._queued_since.pop(job.id, None)
-        if job.status.is_terminal or job.started_at is not None:
-            created_at = self._unstarted.pop(job.id, None)
+        before = job
+        if self._seen is not None:
+            # One that is new here may have left the queue since the last look already.
+            before = self._seen.get(job.id) or _in_queue(job)
+            self._seen[job.id] = job
         # The current attempt of one that was given up in the queue was before its wait.
-        is_given_up = job.status is JobStatus.PAUSED or job.reason is EndReason.CANCELLED
-        has_attempt = queued_at is not None and bool(job.current_attempt_id) and not is_given_up
-        has_run = created_at is not None and job.started_at is not None
+        is_given_up = job.status.is_at_rest or job.reason is EndReason.CANCELLED
+        has_attempt = bool(job.current_attempt_id) and not is_given_up
+        has_waited = before.status is JobStatus.QUEUED and has_attempt
+        has_run = before.started_at is None and job.started_at is not None
         return (
-            max(0.0, now - (queued_at or now)) if has_attempt else None,
-            max(0.0, (job.started_at or 0.0) - (created_at or 0.0)) if has_run else None,
+            max(0.0, now - before.waits_anew_since) if has_waited else None,
+            max(0.0, (job.started_at or 0.0) - job.created_at) if has_run else None,
         )
 
-    def _note_begin(self, job: Job) -> None:
-        # One that is new here may have left the queue since the last look already.
-        is_new = self._live is not None and job.id not in self._live
-        if job.status is JobStatus.QUEUED:
-            self._queued_since[job.id] = job.waits_anew_since
-        elif is_new:
-            self._queued_since[job.id] = job.waits_since
-        if job.started_at is None or (is_new and job.started_at >= job.waits_since):
-            self._unstarted[job.id] = job.created_at
 
-    def keep(self, live: Set[str]) -> None:
-        """Only these live: others were ended, here or by another replica."""
-        self._live = live
-        for waits in (self._queued_since, self._unstarted):
-            for job_id in waits.keys() - live:
-                waits.pop(job_id, None)  # Another thread may just have stored its end.
+def _in_queue(job: Job) -> Job:
+    """A job as it was when it was submitted, or asked to begin again."""
+    has_run_before = job.started_at is not None and job.started_at < job.waits_since
+    began_at = job.started_at if has_run_before else None
+    return replace(job, status=JobStatus.QUEUED, queue_note=None, started_at=began_at)

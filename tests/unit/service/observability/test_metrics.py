@@ -66,14 +66,12 @@ def test_records_batches_points_and_jobs_that_end_in_the_queue_are_counted(api: 
 @pytest.mark.parametrize("was_seen_queued", [True, False])
 def test_waits_are_told_once_when_they_are_over(was_seen_queued: bool) -> None:
     waits, job = Waits(), replace(queued_job(), created_at=NOW, queued_at=NOW + 1)
-    if was_seen_queued:
-        assert waits.after(job, NOW + 5) == (None, None)
-    else:
-        # It left the queue between two looks.
-        waits.keep(set())
+    assert waits.after(job, NOW + 5) == (None, None)
+    # Or it left the queue between two looks.
+    waits.saw([job] if was_seen_queued else [])
     starting = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a0")
     assert waits.after(starting, NOW + 11) == (10.0, None)
-    waits.keep({job.id})
+    waits.saw([starting])
     assert waits.after(starting, NOW + 12) == (None, None)
     running = replace(starting, status=JobStatus.RUNNING, started_at=NOW + 30)
     assert waits.after(running, NOW + 31) == (None, 30.0)

@@ -30,7 +30,7 @@ from tests.benchmarks.loader_child import checksum, measure, ours
 from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
 from tests.benchmarks.loader_session import model_spec
 from tests.benchmarks.ne_parity import BF16, NOISE, PARITY, PEER, name_of_scale, variants_of
-from tests.benchmarks.ne_parity_case import Settings, batches, rows_of_rank
+from tests.benchmarks.ne_parity_case import Settings
 from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, measure_seed
 from tests.benchmarks.peers.pandas_loader import epoch_over
 from tests.benchmarks.prepare import Cost
@@ -43,7 +43,7 @@ from tests.benchmarks.quality_data import (
     read_ratings,
 )
 from tests.benchmarks.report import BenchmarkError, Run, is_met, ratio_of
-from tests.benchmarks.two_d import best_of, is_comparable, label_of, layouts, schedule_of
+from tests.benchmarks.two_d import layouts, schedule_of
 from tests.benchmarks.two_d_train import RankResult, Schedule, summary
 from tests.benchmarks.two_d_workload import IN_1D, TwoDLayout
 from tests.benchmarks.workload import zipf_batches
@@ -149,15 +149,6 @@ def test_the_ratio_is_against_the_faster_peer():
 SMALL = Settings(num_steps=6, global_batch_size=16, num_held_out_rows=8, num_evaluations=3)
 
 
-def test_batches_hold_the_rows_in_order_by_feature():
-    rows = rows_of_rank(SMALL, seed=0, rank=1).train
-    found = list(batches(rows, SMALL.batch_size))
-    assert len(found) == SMALL.num_steps
-    second = rows.ids[SMALL.batch_size : 2 * SMALL.batch_size]
-    assert found[1].sparse["category_7"].values().tolist() == second[:, 7].tolist()
-    assert found[1].sparse.lengths().eq(1).all()
-
-
 def results_of(ne_by_variant: dict[str, list[float]]) -> list[SeedResult]:
     seeds = zip(*ne_by_variant.values(), strict=True)
     return [
@@ -190,18 +181,6 @@ def test_the_report_compares_means_over_seeds_with_the_peer():
     assert (bf16["goal"], bf16["better"]) == (PARITY, "lower")
     assert document["teacher_ne"] == 0.7
     assert len(document["runs"]) == 8
-
-
-def test_numbers_that_do_not_fit_are_refused(capsys):
-    for arguments in (
-        ["--world-size", "4", "--shard-group-size", "3"],
-        ["--seeds", "0"],
-        ["--global-batch-size", "2049"],
-        ["--num-evaluations", "0"],
-    ):
-        with pytest.raises(SystemExit):
-            ne_parity.parse(arguments)
-        assert "must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_steps", [11, 50, 600])
@@ -311,28 +290,6 @@ def test_a_row_takes_the_slowest_rank_the_middle_window_and_the_fullest_memory()
     assert row["peak_bytes"] == 9
     assert row["link_bytes_per_step"] == pytest.approx(1000 / 30)
     assert row["sync_s_per_step"] == pytest.approx(0.75 / 30)
-
-
-@given(st.lists(st.floats(1, 1e6), min_size=len(CONFIGURATIONS), max_size=len(CONFIGURATIONS)))
-def test_the_best_side_is_the_fastest_of_those_that_do_the_same_arithmetic(speeds):
-    measured = {
-        side: {"samples_per_s": speed} for side, speed in zip(CONFIGURATIONS, speeds, strict=True)
-    }
-    best = best_of(measured)
-    assert is_comparable(best)
-    assert measured[best]["samples_per_s"] == max(
-        values["samples_per_s"] for side, values in measured.items() if is_comparable(side)
-    )
-
-
-def test_sides_that_average_less_are_shown_but_not_compared():
-    apart = {label_of(side) for side in CONFIGURATIONS if not is_comparable(side)}
-    common = "2D M=2 inter_host, touched_rows N=16, overlap 16"
-    assert apart == {
-        f"{common}, dense at_sync",
-        "2D M=2 inter_host, no sync",
-        "2D M=4 inter_host, no sync",
-    }
 
 
 ON_RANKS = replace(

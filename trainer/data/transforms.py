@@ -172,6 +172,15 @@ def _load(text: str, version: tuple[int, int] | None, min_count: int) -> Vocabul
     frame = frame.drop_nulls("value").sort("value")
     if frame["id"].null_count():
         raise ColumnError(f"{path}: column 'index' holds a null; each value has an id from 1 on")
+    # Equal values are neighbours.
+    twice = frame.filter(
+        pl.col("value") == pl.col("value").shift(), pl.col("id") != pl.col("id").shift()
+    )
+    if len(twice):
+        raise ColumnError(
+            f"{path}: column 'value' holds {twice['value'][0]!r} with more than one 'index'; keep "
+            "the row with its id, and no other"
+        )
     ids = frame["id"].to_numpy()
     if len(ids) and ids.min() < 1:
         raise ColumnError(f"{path}: column 'index' holds {ids.min()}; ids of values begin with 1")

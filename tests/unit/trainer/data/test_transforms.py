@@ -126,8 +126,8 @@ def test_strings_rarer_than_the_threshold_are_unknown(vocabulary):
     rare = feature(vocabulary={"min_count": 5})
     values = pa.array(["a", "b", "c", "d", None])
     assert apply(rare, values, folder=folder).tolist() == [0, 1, 3, 0, 0]
-    # A null in a vocabulary names nothing.
-    folder = vocabulary(["b", None, "a"], [1, 2, 3])
+    # A null in a vocabulary names nothing, and a row that stands twice nothing else.
+    folder = vocabulary(["b", None, "a", "b"], [1, 2, 3, 1])
     found = apply(feature(vocabulary={}), pa.array(["a", None, "b"]), folder=folder)
     assert found.tolist() == [3, 0, 1]
     folder = vocabulary(["b", "a", "c"], [1, 2, 3], count=[5, 1, 9])
@@ -146,6 +146,7 @@ def test_a_vocabulary_that_cannot_be_used_is_named(vocabulary, tmp_path):
         ([0.5], [1], "column 'value' is double"),
         (["a", "b"], [1, None], "holds a null"),
         (["a", "b"], ["one", "two"], "holds what it cannot"),
+        (["b", "a", "b"], [1, 2, 3], "column 'value' holds 'b' with more than one 'index'; keep"),
     ):
         vocabulary(values, index)
         with pytest.raises(ColumnError, match=message):

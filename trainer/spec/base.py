@@ -58,8 +58,12 @@ def problem(code: str, message: str, at: str = "") -> PydanticCustomError:
 _UNION_TAG = re.compile(r"\[|^constrained-|^(int|bool|float)$|^WorkersSpec$")
 
 
-def _path(location: tuple[int | str, ...], at: str) -> str:
-    parts = [part for part in location if not (isinstance(part, str) and _UNION_TAG.search(part))]
+def _path(error: Any) -> str:
+    location, at = error["loc"], error.get("ctx", {}).get("at", "")
+    # An unknown field may have the name of a tag, and is the last part.
+    above = location[:-1] if error["type"] == "extra_forbidden" else location
+    parts = [part for part in above if not (isinstance(part, str) and _UNION_TAG.search(part))]
+    parts += location[len(above) :]
     text = ""
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -95,7 +99,7 @@ def problems_of(errors: Sequence[Any]) -> list[FieldProblem]:
     """
     by_path: dict[str, list[FieldProblem]] = {}
     for error in errors[:_MAX_ERRORS]:
-        path = _path(error["loc"], error.get("ctx", {}).get("at", ""))
+        path = _path(error)
         by_path.setdefault(path, []).append(FieldProblem(path, error["type"], _message(error)))
     # A list that lost its faulty items also counts as too short, and a section is no number, where
     # that would do as well; what is inside is the fault.

@@ -158,7 +158,9 @@ def _set_path(document: Any, keys: list[str | int], value: Any, path: str) -> No
     *parents, last = keys
     for key, following in zip(parents, keys[1:], strict=True):
         if isinstance(document, dict) and isinstance(key, str):
-            document = document.setdefault(key, [] if isinstance(following, int) else {})
+            if document.get(key) is None:
+                document[key] = [] if isinstance(following, int) else {}
+            document = document[key]
         else:
             document = _item(document, key, path)
     if isinstance(document, dict) and isinstance(last, str):

@@ -73,6 +73,8 @@ nonsense=1 => nonsense extra_forbidden
 name=Not Good => name string_pattern_mismatch
 data.batch_sise=3 => data.batch_sise extra_forbidden
 training.Epochs=3 => training.Epochs extra_forbidden
+training.float=3 => training.float extra_forbidden
+parallelism.workers={{min: 2, max: 4, int: 3}} => parallelism.workers.int extra_forbidden
 training=3 => training model_type a mapping of fields
 data.batch_size=1{"0" * 400} => data.batch_size bounds
 resources.cpus_per_worker=1.0e-320 => resources.cpus_per_worker bounds
@@ -318,9 +320,10 @@ def test_a_syntax_error_names_line_and_column() -> None:
 
 def test_overrides_reach_lists_and_make_missing_sections() -> None:
     changes = ["embedding_tables[0].num_embeddings=99", "training.max_steps=7"]
-    document = spec_document()
+    # A section of which a file has the name alone is missing, too.
+    document = spec_document() | {"training": None}
     spec = validate_spec(apply_overrides(document, changes))
-    assert document == spec_document()
+    assert document == spec_document() | {"training": None}
     assert spec.embedding_tables[0].num_embeddings == 99
     assert spec.training.max_steps == 7
 

@@ -144,6 +144,8 @@ class Location:
             raise StorageError(f"{text}: write %23 for the '#' of a URL's path")
         if url.query and url.scheme == "file":
             raise StorageError(f"{text}: write %3F for the '?' of a URL's path")
+        if url.scheme == "file" and url.netloc not in ("", "localhost"):
+            raise StorageError(f"{text} names the host '{url.netloc}'; write file:///FOLDER")
         if url.scheme in ("", "file"):
             return cls._local(Path(unquote(url.path) if url.scheme else text))
         if url.scheme not in _FILE_SYSTEMS:

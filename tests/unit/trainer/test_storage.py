@@ -101,6 +101,7 @@ def test_urls_that_mean_nothing_are_refused():
         "s3:///key": "names no bucket",
         "s3://bucket/key?endpoint=x": "unknown option 'endpoint'",
         "s3://bucket/key#v2": "write %23",
+        "file://folder/part": "names the host 'folder'; write file:///FOLDER",
         "file:///folder#v2": "write %23",
         "file:///folder?v2": "write %3F",
         "s3://[bucket/key": "write %5B",

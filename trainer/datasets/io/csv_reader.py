@@ -53,7 +53,8 @@ def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
         with _open(source) as stream:
             while block := stream.read(block_bytes):
                 if has_feeds is None:
-                    has_feeds = b"\n" in block
+                    # A block may end between the two characters of a line's end.
+                    has_feeds = b"\n" in block or stream.peek(1)[:1] == b"\n"
                 if not has_feeds:
                     block = block.replace(b"\r", b"\n")
                 end = block.rfind(b"\n") + 1

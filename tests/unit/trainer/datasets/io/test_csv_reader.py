@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.datasets.io.csv_reader import BlockReader, CsvColumn, integer, last_line_end
+from trainer.datasets.io.csv_reader import (
+    BlockReader,
+    CsvColumn,
+    integer,
+    last_line_end,
+    read_blocks,
+)
 from trainer.errors import BadValueError, CorruptFileError, DataError
 from trainer.storage import Location
 
@@ -86,6 +92,15 @@ def test_lines_may_end_by_carriage_returns_alone_but_not_by_one_among_line_feeds
     path.write_text("userId,ra\rting,tag\n1,3,ok\n")
     with pytest.raises(CorruptFileError, match=r"ratings\.csv, line 1: .*end lines by line feeds"):
         read_csv(path)
+
+
+def test_a_line_end_of_two_characters_that_a_block_cuts_is_one(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"x" * 7 + b"\r\n" + b"y\r\n" * 9)
+    with pytest.raises(CorruptFileError, match=r"a\.csv, line 1: longer than 8 bytes"):
+        list(read_blocks(Location.parse(path), 8))
+    lines = [block.lines for block in read_blocks(Location.parse(path), 16)]
+    assert b"".join(lines) == path.read_bytes()
 
 
 def test_a_header_alone_is_refused(tmp_path):

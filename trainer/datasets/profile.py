@@ -101,7 +101,9 @@ class ColumnSketch:
         values = part.drop_nulls()
         if isinstance(part.dtype, pl.List):
             values = self._unpack(values)
-        if values.dtype.is_float():
+        if values.dtype in (pl.Categorical, pl.Enum):
+            values = values.cast(pl.String)
+        elif values.dtype.is_float():
             numbers = values.drop_nans()
             self._num_nulls += len(values) - len(numbers) if self._lengths is None else 0
             values = numbers
@@ -372,9 +374,7 @@ def _parquet_batches(file: Location, columns: Sequence[str]) -> Iterator[pl.Data
         with pq.ParquetFile(file.open_input()) as parquet:
             schema = as_read(parquet.schema_arrow)
             for batch in parquet.iter_batches(_BATCH_ROWS):
-                categories = pl.col(pl.Categorical, pl.Enum)
-                part = pl.DataFrame(pa.table(batch).cast(schema).select(columns))
-                yield part.with_columns(categories.cast(pl.String))
+                yield pl.DataFrame(pa.table(batch).cast(schema).select(columns))
     except (pa.ArrowException, OSError, KeyError) as error:
         raise CorruptFileError(
             f"{file} cannot be read to its end ({error}); was it damaged? Copy it again"

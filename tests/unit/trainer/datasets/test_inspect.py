@@ -243,6 +243,7 @@ def test_no_column_is_suggested_that_training_refuses(tmp_path):
     columns |= {"zip": ["1", "2"], "size": ["1.5", "2"], "u" * 62: [1, 2], "v" * 63: [1, 2]}
     columns["seen"] = pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))
     columns["gaps"] = [[1, None], [2]]
+    columns["tags"] = pa.ListArray.from_arrays([0, 1, 2], pa.array(["a", "b"]).dictionary_encode())
     columns["seen_for"] = pa.ListArray.from_arrays([0, 1, 2], prices)
     unread = {"is new?": [0, 1], "image": [b"a", b"b"]}
     pq.write_table(pa.table(columns | unread), tmp_path / "a.parquet")
@@ -251,8 +252,8 @@ def test_no_column_is_suggested_that_training_refuses(tmp_path):
     assert open_source(spec, tmp_path).columns
     assert (suggestion.label, suggestion.loss) == ("label", "bce")
     found = [feature.name for feature in spec.features]
-    assert found == ["price", "is_new", "zip", "size", "u" * 62, "v" * 63, "seen", "gaps"]
-    assert spec.features[-1].hashing, "a null is no id of a table"
+    assert found == ["price", "is_new", "zip", "size", "u" * 62, "v" * 63, "seen", "gaps", "tags"]
+    assert all(each.hashing for each in spec.features[-2:]), "a null is no id of a table"
     assert "seen_for: left out, a list of numbers: use it as weights_column" in suggestion.notes
     assert "image: left out, neither a number nor text: store it as one" in suggestion.notes
 

@@ -83,7 +83,7 @@ def data_errors_shown() -> Iterator[None]:
 
 
 def _disk_text(error: OSError) -> str:
-    # numpy names no cause where it could not write all of an array.
+    # Polars tells no number of its cause.
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.errno is None
     mend = "is the disk full? Make room" if is_full else "check the path and your rights to it"
     return f"a file cannot be read or written: {error}; {mend}, then run the same command again"

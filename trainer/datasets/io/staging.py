@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -130,7 +131,7 @@ def _note_uploads(folder: Path, names: Iterable[str]) -> None:
 
 @contextmanager
 def staged_folder(target: str | Path, *, overwrite: bool, proof: str) -> Iterator[Path]:
-    """Yield an empty sibling of the local folder `target` that takes its name at a good end.
+    """Yield an empty folder beside the local folder `target` that takes its name at a good end.
 
     An existing one is replaced only with `overwrite`, and only if it is empty or holds the file
     `proof`, so that a mistyped path costs nobody their files. Raises `OutputExistsError`, or
@@ -142,13 +143,12 @@ def staged_folder(target: str | Path, *, overwrite: bool, proof: str) -> Iterato
     out = folder.local_path
     check_replaceable(out, overwrite=overwrite, proof=proof)
     out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    staging.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as own:
+        staging = Path(own) / out.name
+        staging.mkdir()
         yield staging
+        check_replaceable(out, overwrite=overwrite, proof=proof)
         _take_name(staging, out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def check_replaceable(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME) -> None:
@@ -174,8 +174,9 @@ class Staging:
     `scratch` gives working files that are gone at the end, `result` files of the folder itself.
     """
 
-    def __init__(self, out: Location, journal: Journal) -> None:
+    def __init__(self, out: Location, journal: Journal, *, overwrite: bool) -> None:
         self._out = out
+        self._overwrite = overwrite
         self._journal = journal
         self._is_begun = False
         self.is_work_kept = False
@@ -217,7 +218,14 @@ class Staging:
 
     def vocabulary(self, name: str, frame: pl.DataFrame, made_of: str = "") -> VocabularyEntry:
         """Write a vocabulary, one row for each value; gives it as the manifest names it."""
-        part = self.result(f"vocab/{name}.parquet", frame.write_parquet, made_of)
+
+        def write(path: Path) -> None:
+            # On a full disk Polars itself tells of a file out of specification.
+            content = io.BytesIO()
+            frame.write_parquet(content)
+            path.write_bytes(content.getbuffer())
+
+        part = self.result(f"vocab/{name}.parquet", write, made_of)
         return VocabularyEntry(**_stored(part), num_values=len(frame))
 
     def check_space(self, name: str, num_bytes: int) -> None:
@@ -245,6 +253,9 @@ class Staging:
             for path in [path for path in folder.rglob("*") if path.is_file()]:
                 if path.relative_to(folder).as_posix() not in wanted | {MANIFEST_NAME}:
                     path.unlink()
+            # Somebody may have made it meanwhile; the work waits for another place.
+            self.keep_work()
+            _check_free(self._out, frozenset(), overwrite=self._overwrite)
             _take_name(folder, self._out.local_path)
             return manifest
         stale = _uploads_in(self._journal.folder) - wanted
@@ -304,7 +315,7 @@ def staged(
     with _alone_in(folder):
         _check_ours(folder)
         journal = Journal(folder, {"out": str(out), **work}, keep=(_UPLOADS,))
-        staging = Staging(out, journal)
+        staging = Staging(out, journal, overwrite=overwrite)
         try:
             yield staging
         except StorageError as error:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
+import polars as pl
 import pytest
 from pyarrow import fs
 from typer.testing import CliRunner
@@ -18,7 +23,7 @@ from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.io import staging as module
 from trainer.datasets.io.journal import JOURNAL_NAME, Facts, Journal, progress_bars
-from trainer.datasets.io.staging import staged
+from trainer.datasets.io.staging import staged, staged_folder
 from trainer.errors import OutputExistsError, StorageError
 from trainer.storage import Location
 
@@ -70,6 +75,40 @@ def test_unfinished_work_that_is_to_replace_a_folder_is_no_leftover(tmp_path, mo
     with pytest.raises(OutputExistsError, match="--overwrite"):
         prepare(out)
     assert (tmp_path / ".out.partial/scratch/work.txt").exists()
+
+
+def test_a_folder_that_somebody_makes_meanwhile_is_not_replaced_unasked(tmp_path):
+    out = tmp_path / "out"
+    with (
+        pytest.raises(OutputExistsError, match="--overwrite"),
+        staged(Location.parse(out), {"text": "new"}, overwrite=False) as staging,
+    ):
+        staging.result("part.txt", lambda path: path.write_text("new") and None)
+        prepare(out.with_name("other"), "theirs")
+        out.with_name("other").rename(out)
+        staging.publish(MANIFEST)
+    assert (out / "part.txt").read_text() == "theirs"
+    # What was done goes on once there is room for it.
+    out.rename(out.with_name("other"))
+    made = maker()
+    with staged(Location.parse(out), {"text": "new"}, overwrite=False) as staging:
+        staging.result("part.txt", made)
+        staging.publish(MANIFEST)
+    assert not made.called and (out / "part.txt").read_text() == "new"
+    with (
+        pytest.raises(OutputExistsError, match="--overwrite"),
+        staged_folder(tmp_path / "raw", overwrite=False, proof="proof"),
+    ):
+        (tmp_path / "raw").mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "raw"]
+
+
+def test_what_a_killed_generation_left_stops_no_other(tmp_path, monkeypatch):
+    # Processes of containers have the same few numbers.
+    (tmp_path / f".raw.partial-{os.getpid()}").mkdir()
+    with staged_folder(tmp_path / "raw", overwrite=False, proof="proof") as folder:
+        (folder / "proof").touch()
+    assert (tmp_path / "raw/proof").exists()
 
 
 def test_two_processes_do_not_prepare_the_same_folder(tmp_path):
@@ -152,6 +191,21 @@ def test_a_disk_that_refuses_is_a_message_and_no_traceback(raw, tmp_path, monkey
     assert CliRunner().invoke(app, arguments).exit_code == 0
     too_many = CliRunner().invoke(app, [*arguments, "--num-hash-buckets", "9999999999"])
     assert too_many.exit_code == 2 and "2147483648" in too_many.stderr
+
+
+def test_a_vocabulary_that_a_disk_refuses_is_told_as_a_full_disk(tmp_path):
+    values = pl.DataFrame({"value": np.random.default_rng(0).random(1000)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (
+        pytest.raises(OSError, match="File too large") as refused,
+        staged(Location.parse(tmp_path / "out"), {}, overwrite=False) as staging,
+    ):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            staging.vocabulary("x", values)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert refused.value.errno == errno.EFBIG
 
 
 WORK = {"options": {"a": 1}}

@@ -342,7 +342,7 @@ def end_attempt(
 
 
 def failure_behind(error: Exception, context: DriverContext) -> Failure:
-    """The failure behind an unexpected error of the driver; storage or Ray that fails may come back."""
+    """The failure behind an unexpected error; storage or Ray that does not answer may come back."""
     from ray.exceptions import RayError
 
     reason, message = failures.TRAINING_ERROR, f"{type(error).__name__}: {error}"

@@ -692,9 +692,8 @@ def locate(actor_name: str) -> str:
 
     try:
         coordinator = ray.get_actor(actor_name, namespace=ACTOR_NAMESPACE)
+        return str(ray.get(coordinator.get_address.remote(), timeout=LOCATE_S))
     except ValueError as error:  # an actor that Ray starts again keeps its name
         raise Refused(f"the driver has ended the run that this group is of: {error}") from error
-    try:
-        return str(ray.get(coordinator.get_address.remote(), timeout=LOCATE_S))
     except RayError as error:
         raise ConnectionError(f"the coordinator's actor is away: {error}") from error

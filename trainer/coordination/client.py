@@ -23,6 +23,7 @@ from statistics import median
 from typing import Literal, TypeVar
 
 from trainer.coordination.authentication import authenticate
+from trainer.coordination.detection import UNTIMED_FACTOR
 from trainer.coordination.messages import (
     WATCH_SILENCE_S,
     Answer,
@@ -44,6 +45,7 @@ from trainer.coordination.messages import (
     Vote,
     Welcome,
 )
+from trainer.spec.training import RecoverySpec
 
 logger = logging.getLogger(__name__)
 Expected = TypeVar("Expected", Welcome, Round, RoundResult)
@@ -92,6 +94,19 @@ def finding_s(heartbeat_timeout_s: float) -> float:
     A try is to ask where it is, and to connect.
     """
     return 2 * (LOCATE_S + _connect_timeout_s(heartbeat_timeout_s) + _RETRY_S)
+
+
+def starting_s(recovery: RecoverySpec) -> float:
+    """Longest time that a worker takes to join: as a rank may stand still outside of training."""
+    return max(UNTIMED_FACTOR * recovery.min_hang_s, recovery.start_grace_s)
+
+
+def end_unless_joined(limit_s: float) -> None:
+    """End this process, with the stacks of its threads, unless it joins by then.
+
+    Nobody knows it before, and could kill it. It works also where the main thread holds the GIL.
+    """
+    faulthandler.dump_traceback_later(min(limit_s, threading.TIMEOUT_MAX), exit=True, file=2)
 
 
 def _connect_timeout_s(heartbeat_timeout_s: float) -> float:
@@ -150,6 +165,7 @@ class CoordinatorClient:
 
         All ranks of its group say the same. Raises `Refused` or `CoordinatorLost`.
         """
+        faulthandler.cancel_dump_traceback_later()
         identity = self.identity
         process = RankProcess(rank=identity.rank, host=identity.host, pid=os.getpid(), donor=donor)
         hello = Hello(

@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple
 from trainer.coordination.messages import Heartbeat
 from trainer.protocol.events import HostExcluded, StragglerFound
 
-_UNTIMED_FACTOR = 10
+UNTIMED_FACTOR = 10
+"""Of `min_hang_s`: so long a rank may stand still outside of training."""
 # A rank that is slow in so many windows, without one in which it has recovered, is persistently so.
 _SLOW_WINDOWS = 5
 # Less than this share of a step is nothing that others wait for. The backward pass, in which a slow
@@ -435,7 +436,7 @@ class HeartbeatMonitor:
         known_s = [beat.step_time_s for beat in beats.values() if beat.step_time_s > 0]
         median_s = statistics.median(known_s) if known_s else 0.0
         limit_s = share * max(self._min_hang_s, self._hang_factor * median_s)
-        untimed_s = share * _UNTIMED_FACTOR * self._min_hang_s
+        untimed_s = share * UNTIMED_FACTOR * self._min_hang_s
         first: dict[int, Suspect] = {}
         excused: set[int] = set()
         for rank, beat in beats.items():

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from trainer import failures
-from trainer.coordination.client import finding_s
+from trainer.coordination.client import finding_s, starting_s
 from trainer.coordination.detection import AT_ONCE_S, HostRecord, ReplacementPolicy
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, is_there, warn
 from trainer.driver.cluster import Host, kill_on
@@ -50,7 +50,6 @@ _KILL_AFTER_S = 2.0
 _LAST_WORDS_S = 10.0
 _DOUBTFUL_S = 20.0  # so long Ray may take for alive what is not
 _FOUND_S = 10.0  # for a restarted coordinator to be up
-_STARTING_FACTOR = 10  # of `recovery.min_hang_s`, as the coordinator gives ranks that do not train
 _WINDOW_S = 60.0
 # Reasons that are never the host's fault.
 _NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
@@ -294,18 +293,16 @@ class GroupRunLoop:
 
         Those that were to leave count as having left.
 
-        A restarted one does not have them all yet: they may take as long to find it. Those that
-        start have the time that ranks have to stand still outside of training.
+        A restarted one does not have them all yet: they may take as long to find it.
         """
         now, recovery = self.config.clock(), self.config.attempt.spec.recovery
         present = {(each.group, each.incarnation) for each in status.groups}
         returning_s = finding_s(recovery.heartbeat_timeout_s) + _FOUND_S
-        starting_s = max(_STARTING_FACTOR * recovery.min_hang_s, recovery.start_grace_s)
         for run in list(self.runs.values()):
             if run.has_left or (run.group, run.incarnation) in present:
                 continue
             run.absent_since = now if run.absent_since is None else run.absent_since
-            grace_s = returning_s if run.pids else starting_s
+            grace_s = returning_s if run.pids else starting_s(recovery)
             if now - run.absent_since <= grace_s or self._has_finished:
                 continue
             if run.leave_cause:

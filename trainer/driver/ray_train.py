@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from trainer import failures, fault_injection
+from trainer.coordination.client import end_unless_joined, starting_s
 from trainer.driver.cluster import NODE_ID_LABEL, cluster_answers, free_placements_of_the_dead
 from trainer.driver.preload import WORKER_ENVIRONMENT, import_engine
 from trainer.driver.process_log import start_log
@@ -136,6 +137,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     host = ray.util.get_node_ip_address()
     if worker.mirror and not worker.mirror.is_of_service:
         follow_run(worker.mirror)
+    end_unless_joined(starting_s(worker.spec.recovery))
     check_machine(worker, host)
     add_code(worker)
     let_gloo_use_address(host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import ray
+from ray.exceptions import RayActorError, RaySystemError
 
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer.coordination import client
@@ -157,6 +159,29 @@ def test_a_rank_that_finds_no_agent_says_so(monkeypatch) -> None:
     rank.close()
 
 
+STARTING = """
+import ctypes, sys, threading
+from trainer.coordination.client import CoordinatorClient, Identity, end_unless_joined
+from trainer.coordination.messages import Ledger
+end_unless_joined(1e10)
+end_unless_joined(limit_s := float(sys.argv[2]))
+if sys.argv[1] == "hangs":
+    ctypes.PyDLL(None).sleep(600)  # with the GIL
+rank = CoordinatorClient(Identity(0, 0, 0, 1, "host"), lambda: "127.0.0.1:1", 1.0, b"")
+join = lambda: rank.join("initial", "seed", Ledger(), "")
+threading.Thread(target=join, daemon=True).start()
+threading.Event().wait(3 * limit_s)
+"""
+
+
+@pytest.mark.parametrize(("start", "code"), [("hangs", 1), ("joins", 0)])
+def test_a_worker_that_hangs_before_it_joins_ends_with_its_stacks(start: str, code: int) -> None:
+    command = [sys.executable, "-c", STARTING, start, str(scaled(0.3))]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=scaled(60))
+    assert ended.returncode == code, ended.stderr
+    assert ("Timeout" in ended.stderr and "<string>" in ended.stderr) is (start == "hangs")
+
+
 def test_a_worker_that_is_given_up_logs_what_nccl_is_doing(monkeypatch, caplog) -> None:
     recorder = SimpleNamespace(ProcessGroupNCCL=object, _dump_fr_trace_json=lambda **_: b"{}")
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
@@ -164,8 +189,11 @@ def test_a_worker_that_is_given_up_logs_what_nccl_is_doing(monkeypatch, caplog) 
     assert "NCCL's flight recorder, active collectives: {}" in caplog.text
 
 
-def test_a_group_that_comes_when_its_run_is_over_ends_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(ray, "get_actor", Mock(side_effect=ValueError("no such actor")))
+def test_a_group_that_comes_when_its_run_is_over_ends_and_waits_while_ray_is_away(
+    monkeypatch,
+) -> None:
+    answers = [RaySystemError("GCS is away"), RayActorError(), ValueError("no such actor")]
+    monkeypatch.setattr(ray, "get_actor", Mock(side_effect=answers))
     agent = GroupAgent(FIRST, lambda: locate("coordinator-a0-0"), 1.0, TOKEN)
     rank = CoordinatorClient(FIRST, lambda: agent.address, 1.0, TOKEN, is_agent=True)
     with pytest.raises(Refused, match="the driver has ended the run that this group is of"):

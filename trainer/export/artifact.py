@@ -28,19 +28,7 @@ from trainer.spec.training import Quantization
 
 
 class ExportError(Exception):
-    """Base of all errors of exporting and of reading exports."""
-
-
-class NoCheckpoint(ExportError):
-    """The run has no checkpoint as asked for, or it is damaged."""
-
-
-class NotExportable(ExportError):
-    """The model, or a part of the spec, has no form outside of the trainer."""
-
-
-class NotEnoughMemory(ExportError):
-    """The unsharded tables do not fit into this process."""
+    """What was asked for cannot be exported, or an export cannot be read."""
 
 
 class ArtifactError(ExportError):

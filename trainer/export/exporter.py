@@ -26,7 +26,7 @@ from trainer.data.parquet import is_data_file, read_schema
 from trainer.data.transforms import vocabulary_path
 from trainer.errors import DataError, StorageError
 from trainer.export import artifact
-from trainer.export.artifact import ArtifactError, NotExportable, write_manifest
+from trainer.export.artifact import ArtifactError, ExportError, write_manifest
 from trainer.export.load import (
     check_memory,
     find_checkpoint,
@@ -177,13 +177,13 @@ def export(
     found = find_checkpoint(run_dir, checkpoint)
     written = with_table_sizes(read_run_spec(run_dir), stored_weights(found.path))
     if written.dynamic_tables:
-        raise NotExportable(
+        raise ExportError(
             f"embedding_tables '{next(iter(written.dynamic_tables))}' is dynamic: which id has "
             "which row is kept in TorchRec's managed collision modules, which torch.export cannot "
             "trace; export needs tables of a fixed vocabulary"
         )
     if written.model.module is not None and not may_run_code:
-        raise NotExportable(
+        raise ExportError(
             f"the model is the user's own module {written.model.module}, and no user code may run "
             "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
         )
@@ -216,7 +216,7 @@ def _users_code(run_dir: RunDir, code: str | None) -> Iterator[None]:
         try:
             path = unpack(run_dir.code_path(code).read_bytes(), code, Path(folder) / "unpacked")
         except (CodeError, OSError) as error:
-            raise NotExportable(f"the code of the job cannot be had: {error}") from None
+            raise ExportError(f"the code of the job cannot be had: {error}") from None
         sys.path.insert(0, str(path))
         try:
             yield

@@ -1,8 +1,7 @@
 """Loads the spec of a run folder, and one of its checkpoints, for an export.
 
 Every file of the checkpoint is checked, and only tensors are read. The model is unsharded, in one
-process without a process group; sizes are in bytes. Raises `NoCheckpoint`, `NotExportable`,
-`NotEnoughMemory`.
+process without a process group; sizes are in bytes. Raises `ExportError`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 from trainer.checkpoint.files import Folder, checkpoints_of, folder_at, read_commit
 from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, load, matches
 from trainer.checkpoint.state_dict import name_in_table_place, stored_sizes, table_of
-from trainer.export.artifact import NoCheckpoint, NotEnoughMemory, NotExportable
+from trainer.export.artifact import ExportError
 from trainer.models.networks import build_model
 from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import RunDir
@@ -32,12 +31,12 @@ _BYTES_PER_ELEMENT = {"int8": 9, "fp16": 11, "none": 9}
 
 
 def read_run_spec(run_dir: RunDir) -> JobSpec:
-    """The spec of the newest attempt in a run folder; raises `NoCheckpoint` where there is none."""
+    """The spec of the newest attempt in a run folder; raises `ExportError` where there is none."""
     # As the driver resolved it, rather than as it was submitted.
     paths = list(run_dir.root.glob("attempts/*/resolved-spec.json"))
     paths = paths or list(run_dir.root.glob("attempts/*/spec.json"))
     if not paths:
-        raise NoCheckpoint(
+        raise ExportError(
             f"{run_dir.root} is no folder of a job: there is no attempts/*/spec.json in it; name "
             "the folder that holds the job's 'checkpoints' and 'attempts'"
         )
@@ -50,20 +49,20 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     """The checkpoint `wanted`: `newest`, `best`, a step, or name or path of one; whole or refused.
 
     `newest` is the newest whole one, and `best` the newest where none was ever best, both without
-    those that a rewind has left behind. Raises `NoCheckpoint`, and `StorageError` where remote
+    those that a rewind has left behind. Raises `ExportError`, and `StorageError` where remote
     storage is away.
     """
     if "/" in wanted:
         path = folder_at(wanted)
         if (commit := read_commit(path)) is None:
-            raise NoCheckpoint(f"{path} is no whole checkpoint: it has no readable COMMIT.json")
+            raise ExportError(f"{path} is no whole checkpoint: it has no readable COMMIT.json")
         return _whole(CommittedCheckpoint(path, commit))
     folder: Folder = run_dir.checkpoints_dir
     if not run_dir.checkpoints_dir.is_dir() and (run_dir.root / "attempts").is_dir():
         folder = checkpoints_of(run_dir.root, read_run_spec(run_dir).checkpoint.path)
     committed = list_committed(folder)
     if not committed:
-        raise NoCheckpoint(f"{folder} holds no checkpoint yet; let the job save")
+        raise ExportError(f"{folder} holds no checkpoint yet; let the job save")
     if wanted in ("newest", "best"):
         rewind = read_rewind(run_dir.rewind_path)
         counted = [each for each in committed if not (rewind and rewind.supersedes(each.path.name))]
@@ -73,19 +72,19 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
         for each in reversed(counted):
             if _damaged_file(each) is None:
                 return each
-        raise NoCheckpoint(
+        raise ExportError(
             f"all {len(committed)} checkpoints in {folder} are damaged, or left behind by a rewind"
         )
     named = [each for each in committed if wanted in (each.path.name, str(each.commit.step))]
     if not named:
         steps = ", ".join(str(each.commit.step) for each in committed)
-        raise NoCheckpoint(f"there is no checkpoint '{wanted}'; those of steps {steps} are there")
+        raise ExportError(f"there is no checkpoint '{wanted}'; those of steps {steps} are there")
     return _whole(named[-1])
 
 
 def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
     if (damaged := _damaged_file(found)) is not None:
-        raise NoCheckpoint(
+        raise ExportError(
             f"checkpoint {found.path.name} is damaged: {damaged} is not as it was written; name "
             "another one, or `newest` for the newest that is whole"
         )
@@ -110,13 +109,13 @@ def stored_weights(folder: Folder) -> dict[str, tuple[int, ...]]:
 def with_table_sizes(spec: JobSpec, weights: Mapping[str, Sequence[int]]) -> JobSpec:
     """`spec` with the number of rows that each table has in a checkpoint.
 
-    Raises `NotExportable` where a table of the spec is not in it.
+    Raises `ExportError` where a table of the spec is not in it.
     """
     tables = {table.name for table in spec.embedding_tables}
     rows = {name: shape[0] for key, shape in weights.items() if (name := table_of(key, tables))}
     if missing := [t.name for t in spec.embedding_tables if t.name not in rows]:
         there = sorted({name for key in weights if (name := name_in_table_place(key))})
-        raise NotExportable(
+        raise ExportError(
             f"the checkpoint has no table '{missing[0]}'; it holds {', '.join(there)}. Was the "
             "spec changed since?"
         )
@@ -157,10 +156,10 @@ def num_table_elements(spec: JobSpec) -> int:
 
 
 def check_memory(spec: JobSpec, quantize: Quantization, available_bytes: int) -> None:
-    """Raise `NotEnoughMemory` where an export, at its peak, does not fit."""
+    """Raise `ExportError` where an export, at its peak, does not fit."""
     needed = _BYTES_PER_ELEMENT[quantize] * num_table_elements(spec)
     if needed > available_bytes:
-        raise NotEnoughMemory(
+        raise ExportError(
             f"exporting needs about {needed / 1e9:.1f} GB for an unsharded copy of the tables and "
             f"its {quantize} form, and {available_bytes / 1e9:.1f} GB are free here; export on a "
             "host with more memory (`shardloom export --run-dir DIR`)"

@@ -27,7 +27,7 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbe
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
 from trainer.data.batches import Batch, BatchKeys
-from trainer.export.artifact import NotExportable
+from trainer.export.artifact import ExportError
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
@@ -76,7 +76,7 @@ def _take(rest: list[torch.Tensor], keys: list[str], is_weighted: bool) -> Keyed
 
 
 def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
-    """Trace `model` and write it to `path`; raises `NotExportable` with the cause, and OSError."""
+    """Trace `model` and write it to `path`; raises `ExportError` with the cause, and OSError."""
     arrays = example_arrays(spec)
     sizes = {0: torch.export.Dim.DYNAMIC}
     shapes = (sizes, tuple(sizes for _ in arrays[1:]))
@@ -89,7 +89,7 @@ def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
                 torch.export.save(program, sink)
     except Exception as error:  # the tracer raises whatever the model makes it raise
         cause = next((line for line in str(error).splitlines() if line.strip()), "")
-        raise NotExportable(
+        raise ExportError(
             f"the model cannot be traced by torch.export: {type(error).__name__}: {cause}. Its "
             "forward must not depend on values of tensors (no .item(), no Python loop over rows) "
             "and take sizes from .shape, not from len()"

@@ -3,7 +3,7 @@
 The trainer's are those of the unsharded float model with the checkpoint's weights, through the
 trainer's own decoding and batches; the export's are those of a served table. Besides, the exported
 program is compared with the model that it was traced from: a difference there is no quantisation
-but a fault of the export (`NotExportable`).
+but a fault of the export (`ExportError`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.data.parquet import ParquetSource
 from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.rows import Rows
 from trainer.errors import CorruptFileError, DataError, SourceMissingError
-from trainer.export.artifact import NotExportable
+from trainer.export.artifact import ExportError
 from trainer.export.predict import Predictor, in_own_unit
 from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec
@@ -98,7 +98,7 @@ def measure(
 ) -> Report:
     """Compare `predictor` with the `trained` model, and with the model that was `traced`.
 
-    The rows are those of `spec`, whose data is on this host. Raises `NotExportable` where the
+    The rows are those of `spec`, whose data is on this host. Raises `ExportError` where the
     program does not compute what it was traced from.
     """
     report = Report(**predictor.manifest.model_dump(include={*Report.model_fields}))
@@ -178,7 +178,7 @@ def outputs_of(model: nn.Module, rows: Rows, spec: JobSpec) -> NDArray[np.float3
 
 
 def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float:
-    """Largest difference of the program from `traced`; raises `NotExportable` if it is no rounding.
+    """Largest difference of the program from `traced`; raises `ExportError` if it is no rounding.
 
     In the units of the labels, on both sides.
     """
@@ -188,7 +188,7 @@ def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float
     error = max(float(np.abs(found[name] - wanted[name]).max()) for name in wanted)
     largest = max(1.0, *(float(np.abs(values).max()) for values in wanted.values()))
     if not error <= _ROUNDING * largest:
-        raise NotExportable(
+        raise ExportError(
             f"the exported program differs by {error:.3g} from the model that it was traced from: "
             "the model's forward does something that torch.export does not keep (state that "
             "changes, randomness, branches on values)"

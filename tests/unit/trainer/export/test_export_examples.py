@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import EXAMPLE_SPEC
 from tests.unit.trainer.export.export_case import write_run
 from trainer.data.inputs import resolve_inputs
-from trainer.export.artifact import NotExportable
+from trainer.export.artifact import ExportError
 from trainer.export.exporter import export
 from trainer.protocol.code_archive import id_of, pack
 from trainer.protocol.run_dir import RunDir
@@ -84,9 +84,9 @@ def test_code_that_was_changed_since_is_not_run(
 ) -> None:
     run_dir, path = with_code
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(NotExportable, match="changed or cut short since it was uploaded"):
+    with pytest.raises(ExportError, match="changed or cut short since it was uploaded"):
         export(run_dir, tmp_path / "out")
     assert "two_towers" not in sys.modules
     path.unlink()
-    with pytest.raises(NotExportable, match="the code of the job cannot be had"):
+    with pytest.raises(ExportError, match="the code of the job cannot be had"):
         export(run_dir, tmp_path / "out")

@@ -194,14 +194,13 @@ class Comparer:
         self._whole = whole_loads(sized)
         self._sums: dict[tuple[Any, ...], SyncSums] = {}
         self._options: dict[Choice, list[Option]] = {}
-        self._laid_out: dict[Choice, JobSpec] = {}
         for choice in candidates(free):
             layout = choice.layout
             if layout.world_size != world_size or choice.num_hosts_survived < need.survive_hosts:
                 continue
             with suppress(ValueError):  # of what the spec asks of a layout
-                self._laid_out[choice] = _with_layout(sized, choice)
-                self._options[choice] = _distinct(_settled(spec, self._at_syncs(choice, None)))
+                at_syncs = self._at_syncs(choice, _with_layout(sized, choice), None)
+                self._options[choice] = _distinct(_settled(spec, at_syncs))
         if not self._options:
             layout = self._chosen.layout
             spec.with_layout(layout.shard_group_size, layout.placement)
@@ -210,17 +209,17 @@ class Comparer:
         """Cost the layouts with such groups anew, by TorchRec's plan."""
         for choice, options in self._options.items():
             if options[0].topology == topology:
-                at_syncs = self._at_syncs(choice, plan)
+                at_syncs = self._at_syncs(choice, options[0].spec, plan)
                 self._options[choice] = _distinct(_settled(self._spec, at_syncs))
 
     def result(self) -> Comparison:
         found = [each for options in self._options.values() for each in options]
         return _judged(self._spec, self._chosen, found)
 
-    def _at_syncs(self, choice: Choice, plan: GroupPlan | None) -> Iterator[Option]:
-        """A layout at several sync intervals and in both modes."""
+    def _at_syncs(self, choice: Choice, spec: JobSpec, plan: GroupPlan | None) -> Iterator[Option]:
+        """A layout, which `spec` has, at several sync intervals and in both modes."""
         self._check()
-        spec, cluster, layout = self._laid_out[choice], self._site.cluster, choice.layout
+        cluster, layout = self._site.cluster, choice.layout
         topology = topology_of(choice, self._site, spec)
         is_placed = plan is not None and bool(plan.tables)
         ways = (

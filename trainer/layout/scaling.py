@@ -105,18 +105,15 @@ def _at_size(
 
 
 def _fastest(spec: JobSpec, layout: Layout, cluster: Cluster) -> tuple[Workload, Cost]:
-    ways = ways_of(spec, layout)
+    ways = ways_of(spec, layout, whole_loads(spec))
     if layout.num_replicas > 1:
         sums = SyncSums.of(spec)
         ways = [with_sync(each, spec, sums) for each in ways]
     return fastest_of(ways, layout, cluster)
 
 
-def ways_of(
-    spec: JobSpec, layout: Layout, whole: Sequence[TableLoad] | None = None
-) -> list[Workload]:
+def ways_of(spec: JobSpec, layout: Layout, whole: Sequence[TableLoad]) -> list[Workload]:
     """What there is to do beside syncs, with tables whole or split, cached where they may be."""
-    whole = whole or whole_loads(spec)
     return [
         workload_of(spec, layout, most_load=most_load, is_cached=is_cached, whole=whole)
         for is_cached in ((False, True) if spec.may_cache else (False,))

@@ -141,17 +141,16 @@ def workload_of(
     layout: Layout,
     *,
     most_load: float,
-    is_cached: bool = False,
-    whole: Sequence[TableLoad] | None = None,
+    is_cached: bool,
+    whole: Sequence[TableLoad],
 ) -> Workload:
     """What the spec asks of the ranks of a layout, without syncs.
 
     Tables that may be whole are up to `most_load`, the larger one of their shares of bytes and of
     lookups, where 1 is that of one rank. `is_cached` leaves as many weights in host memory as
-    the spec allows; time counts them as if they were not. `whole` is `whole_loads`, where it is
-    known.
+    the spec allows; time counts them as if they were not. `whole` is `whole_loads` of the spec.
     """
-    size, whole = layout.shard_group_size, whole or whole_loads(spec)
+    size = layout.shard_group_size
     shares = rank_shares([(load.held, load.lookup) for load in whole], size)
     loads = [
         _laid_out(table, load, size, share > most_load)

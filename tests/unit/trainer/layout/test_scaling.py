@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ from trainer.layout.scaling import (
     ScalingRow,
     scaling_of,
     scaling_sizes,
+    ways_of,
 )
-from trainer.layout.workload import SyncSums, workload_of
+from trainer.layout.workload import SyncSums, Workload, whole_loads
 from trainer.models.networks import build_model
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
@@ -70,9 +70,14 @@ def test_one_copy_runs_out_of_memory_where_groups_go_on_almost_linearly() -> Non
     assert all(row.fits and row.shard_group_size == 256 for row in groups.values())
 
 
+def _ways(spec: JobSpec, layout: Layout) -> list[Workload]:
+    """Without syncs, from all tables whole to all split."""
+    return ways_of(spec, layout, whole_loads(spec))
+
+
 def test_whole_tables_leave_ranks_idle_and_split_ones_send_for_the_whole_group() -> None:
     spec, layout = spec_of(64), Layout(256, 256, "intra_host")
-    whole, split = (workload_of(spec, layout, most_load=each) for each in (math.inf, 0.0))
+    whole, _, split = _ways(spec, layout)
     assert (whole.lookup_imbalance, split.lookup_imbalance) == pytest.approx((256 / 64, 1.0))
     assert split.output_bytes == 256 * whole.output_bytes
     assert split.table_bytes == whole.table_bytes == 64 * 3_000_000 * 128 * 4
@@ -92,9 +97,9 @@ def test_the_constraints_of_a_table_say_how_it_may_be_laid_out() -> None:
     row_wise = spec_of(64, {"sharding_types": ["row_wise"]})
     table_wise = spec_of(64, {"sharding_types": ["table_wise"]})
     everywhere = spec_of(2, {"sharding_types": ["data_parallel"]})
-    assert workload_of(row_wise, layout, most_load=math.inf).lookup_imbalance == 1
-    assert workload_of(table_wise, layout, most_load=0.0).lookup_imbalance == pytest.approx(4)
-    found = workload_of(everywhere, layout, most_load=math.inf)
+    assert _ways(row_wise, layout)[0].lookup_imbalance == 1
+    assert _ways(table_wise, layout)[-1].lookup_imbalance == pytest.approx(4)
+    found = _ways(everywhere, layout)[0]
     assert (found.input_bytes, found.output_bytes) == (0, 0)
     assert found.table_bytes / 256 == 2 * 3_000_000 * 128 * 4
 
@@ -138,7 +143,7 @@ def test_the_network_is_counted_as_it_is_built(example: str) -> None:
         for name, parameter in build_model(spec, torch.device("cpu")).named_parameters()
         if tables.isdisjoint(name.split("."))
     )
-    workload = workload_of(spec, Layout(2, 2, "intra_host"), most_load=math.inf)
+    workload = _ways(spec, Layout(2, 2, "intra_host"))[0]
     # Biases and norms are left out.
     assert workload.dense_gradient_bytes == pytest.approx(4 * num_weights, rel=0.05)
 

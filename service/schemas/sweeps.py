@@ -84,11 +84,10 @@ def parameter_of(text: str) -> dict[str, Any]:
 
 
 def _number_in(text: str) -> int | float:
-    # Not by YAML, to which 1e-4 is a text.
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)
+    read = parse_document(text)
+    if type(read) is int:
+        return read
+    number = float(text)  # To YAML 1e-4 is a text.
     if not math.isfinite(number):
         raise ValueError(text)
     return number

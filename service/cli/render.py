@@ -16,7 +16,6 @@ from service.cli.common import clock, sparkline
 from service.domain.membership import span_text
 from service.domain.metrics import goodput_of, phase_shares
 from service.domain.models import GoneGroup, JobStatus, Member
-from service.domain.retries import advice_of
 from service.domain.sharding import (
     DATA_PARALLEL,
     DIVERGENCE,
@@ -54,8 +53,7 @@ def groups_table(membership: MembershipOut, now_s: float) -> Table:
 
 def _standing(group: Member | GoneGroup, now_s: float) -> Text:
     if isinstance(group, Member):
-        word, tone = wording.standing_of(group.standing)
-        return Text(word, style=_STYLES.get(tone, ""))
+        return toned(*wording.standing_of(group.standing))
     reason = group.reason.replace("_", " ")
     return Text(f"gone {wording.age(group.time, now_s)} ({reason})", style="yellow")
 
@@ -67,8 +65,12 @@ _STYLES = {"active": "cyan", "good": "green", "warn": "yellow", "bad": "red"}
 _HEADLINE_METRICS = ("validation/rmse", "validation/ne", "train/rmse", "train/ne", "train/loss")
 
 
+def toned(text: str, tone: str) -> Text:
+    return Text(text, style=_STYLES.get(tone, ""))
+
+
 def status_text(status: JobStatus) -> Text:
-    return Text(status.value, style=_STYLES.get(wording.tone_of(status), ""))
+    return toned(status.value, wording.tone_of(status))
 
 
 def headline_metric(metrics: Mapping[str, float]) -> str:
@@ -171,7 +173,7 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     if job.spec.resources.cluster == "own":
         grid.add_row("cluster", cluster_text(job.spec))
     for fact in wording.group_facts(job, job.membership, timeline, now_s):
-        grid.add_row(fact.name.lower(), Text(fact.text, style=_STYLES.get(fact.tone, "")))
+        grid.add_row(fact.name.lower(), toned(fact.text, fact.tone))
     if goodput := goodput_of(job.latest_metrics):
         lost = ", ".join(f"{cause} {share:.1%}" for cause, share in goodput.lost_shares)
         grid.add_row("goodput", f"{goodput.share:.1%}" + (f"; lost: {lost}" if lost else ""))
@@ -200,15 +202,15 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     return grid
 
 
-def _end_lines(job: JobSummary, attempts: Sequence[AttemptOut]) -> list[RenderableType]:
+def _end_lines(job: JobDetail, attempts: Sequence[AttemptOut]) -> list[RenderableType]:
     """What the end of the newest attempt was read from, and what to change."""
     last = attempts[-1]
     grid = facts_grid()
     for name, value in last.evidence.items():
         grid.add_row(name, value)
     lines: list[RenderableType] = [Text(), grid] if last.evidence else []
-    if job.status is JobStatus.FAILED and (advice := advice_of(job.reason, last.end_reason)):
-        lines += [Text(), Text(advice, style="yellow")]
+    if job.status is JobStatus.FAILED and job.advice:
+        lines += [Text(), Text(job.advice, style="yellow")]
     return lines
 
 

@@ -30,7 +30,7 @@ from service.cli.common import (
     read_spec,
 )
 from service.cli.follow import detaching
-from service.cli.render import facts_grid, plain_table, status_text
+from service.cli.render import facts_grid, plain_table, toned
 from service.cli.submit import (
     CodeOption,
     ForceOption,
@@ -48,7 +48,7 @@ from service.schemas.sweeps import (
     TrialOut,
     parameter_of,
 )
-from service.schemas.wording import NOTHING, age, metric, setting
+from service.schemas.wording import NOTHING, age, metric, setting, trial_state
 from trainer.spec import validate_spec
 
 _EXIT_CODES = {SweepStatus.FAILED: JOB_FAILED, SweepStatus.CANCELLED: JOB_CANCELLED}
@@ -244,9 +244,5 @@ def _trials_table(found: SweepDetail) -> Table:
 
 
 def _status(trial: TrialOut) -> Text:
-    if trial.status is None:
-        made = "being made" if trial.job_id is None else "deleted"
-        return Text(trial.message or made, style="yellow")
-    if trial.stopped_at is not None and not trial.status.is_terminal:
-        return Text(f"stopped at step {trial.stopped_at}", style="dim")
-    return status_text(trial.status)
+    word, tone = trial_state(trial)
+    return toned(trial.message if word == "refused" else word, tone)

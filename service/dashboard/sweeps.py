@@ -18,7 +18,7 @@ from service.dashboard.spec_text import flow
 from service.domain.auth import Role
 from service.domain.sweeps import SweepStatus
 from service.schemas import wording
-from service.schemas.sweeps import Search, SweepDetail, SweepSummary, TrialOut, parameter_of
+from service.schemas.sweeps import Search, SweepDetail, SweepSummary, parameter_of
 from trainer.spec.job import JobSpec
 
 _REFRESH_S = 3.0
@@ -226,7 +226,7 @@ class SweepPage:
         for chart in self._charts:
             chart.draw(found)
         paths = [each.path for each in found.parameters]
-        html = fragments.render("trials.html", sweep=found, paths=paths, state_of=_state_of)
+        html = fragments.render("trials.html", sweep=found, paths=paths)
         self._table.set_content(html)
 
 
@@ -254,17 +254,6 @@ def csv_of(found: SweepDetail) -> str:
         for each in found.trials
     ]
     return charts.csv_text([["trial", "job", "step", *paths, found.metric], *rows])
-
-
-def _state_of(trial: TrialOut) -> tuple[str, str]:
-    """The state of a trial in words, with its tone."""
-    if trial.stopped_at is not None and (trial.status is None or not trial.status.is_terminal):
-        return f"stopped at step {trial.stopped_at}", "neutral"
-    if trial.status is None and trial.job_id is not None:
-        return "deleted", "neutral"
-    if trial.status is None:
-        return ("refused", "warn") if trial.message else ("being made", "neutral")
-    return trial.status.value.lower(), wording.tone_of(trial.status)
 
 
 def value_options(found: SweepDetail) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from service.domain.sharding import TimelineEntry
 from service.domain.sweeps import SweepStatus
 from service.domain.timeline import counted, latest_resize_request
 from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
+from service.schemas.sweeps import TrialOut
 from trainer.layout.cost import MemoryUse, StepTime
 from trainer.layout.plans import Calibration
 from trainer.protocol.events import Prediction
@@ -247,6 +248,17 @@ class Fact:
 
 def tone_of(status: JobStatus | SweepStatus) -> str:
     return _TONES.get(status, "neutral")
+
+
+def trial_state(trial: TrialOut) -> tuple[str, str]:
+    """Word and tone of what became of a trial of a sweep."""
+    if trial.stopped_at is not None and (trial.status is None or not trial.status.is_terminal):
+        return f"stopped at step {trial.stopped_at}", "neutral"
+    if trial.status is not None:
+        return trial.status.value, tone_of(trial.status)
+    if trial.job_id is not None:
+        return "deleted", "neutral"
+    return ("refused", "warn") if trial.message else ("being made", "neutral")
 
 
 def standing_of(standing: str) -> tuple[str, str]:

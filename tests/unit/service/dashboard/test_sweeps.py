@@ -8,12 +8,11 @@ import shlex
 from dataclasses import replace
 
 from service.api.views import sweep_detail
-from service.cli import sweeps as cli_sweeps
-from service.dashboard import sweeps
 from service.dashboard.sweeps import csv_of, options_of, parallel_options, value_options
 from service.domain.models import JobStatus
 from service.domain.sweeps import Observed, Parameter, Sweep, Trial
 from service.schemas.sweeps import SweepDetail, parameter_of
+from service.schemas.wording import trial_state
 from tests.harness.builders import NOW, queued_job
 
 SWEEP = Sweep(
@@ -44,8 +43,7 @@ def detail(*values: float | None) -> SweepDetail:
 def test_a_trial_without_a_job_is_being_made_or_was_deleted() -> None:
     gone = detail(0.8).trials[0].model_copy(update={"status": None})
     trials = (gone, gone.model_copy(update={"job_id": None}))
-    assert [sweeps._state_of(each)[0] for each in trials] == ["deleted", "being made"]
-    assert [str(cli_sweeps._status(each)) for each in trials] == ["deleted", "being made"]
+    assert [trial_state(each)[0] for each in trials] == ["deleted", "being made"]
 
 
 def test_trials_are_ranked_by_value_and_those_without_a_number_come_last() -> None:
@@ -71,6 +69,12 @@ def test_a_trial_is_a_line_through_its_values_to_the_metric() -> None:
 def test_the_trials_are_a_table_too() -> None:
     assert csv_of(detail(0.8)).splitlines()[0].startswith("trial,job,step,optimizer.sparse.lr,")
     assert csv_of(detail(0.8, None)).splitlines()[1].endswith(",0.1,4,0.8")
+
+
+def test_bounds_are_read_as_values_are() -> None:
+    read = [parameter_of(f"training.epochs={text}") for text in ("0x10..0x20", "1..1e2", "0x10,1")]
+    assert [each.get("low") for each in read] == [16, 1, None]
+    assert (read[0]["high"], read[1]["high"], read[2]["values"]) == (32, 100.0, [16, 1])
 
 
 def test_the_command_for_a_search_reads_back_as_it() -> None:

@@ -45,7 +45,6 @@ class Group:
     It has an unanswered `request` at most, and was told of a `round` on which it must vote by
     `vote_due_at`. `copy` is that of a listener: `live` while it copies from `donor` and has missed
     no committed round since, `stale` once it has missed one or holds what must not count.
-    `missed_round` is the newest round that was committed without it although it was in it;
     `num_suspended` counts how often it was left out of one, since one with it had failed.
     `speeds` are the newest, in rows per second. `share` is what it measures of a validation.
     """
@@ -64,7 +63,6 @@ class Group:
         self.donor: Group | None = None
         self.copied_bytes = 0  # when its last round opened
         self.leave_cause: str | None = None
-        self.missed_round = 0
         self.num_suspended = 0
         self.speeds: deque[float] = deque(maxlen=_NUM_SPEEDS)
         self.share: Share = (0, 1)

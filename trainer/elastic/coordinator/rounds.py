@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -50,9 +50,6 @@ _WAITING_ROUND_S = 1.0
 # After so many skipped intervals in a row of one group its data is not to blame.
 _MAX_SKIPS_IN_A_ROW = 3
 
-Joining = Literal["start", "peer_copy"]
-"""How a group becomes current: it begins the run, or its copy is then exact."""
-
 
 def is_whole(shares: Collection[Share | None]) -> bool:
     """Whether groups with these shares have measured each validation row, and each once."""
@@ -65,9 +62,10 @@ class OpenRound:
 
     `leases` are those that they trained since the last sync, of which `num_quarantined` rows were
     left out, and `means` are over the groups that count. `synced` is what the last sync took the
-    group that waited for no other. `joining` become current when it commits; `overlapping` train on
-    meanwhile. Listeners hear it and count for nothing: it commits `_LISTENER_GRACE_S` after
-    `agreed_at`, when all others held the averages; `undecided` are those that do not yet.
+    group that waited for no other. `joining` become current when it commits, as they begin the run
+    or their copy is then exact; `overlapping` train on meanwhile. Listeners hear it and count for
+    nothing: it commits `_LISTENER_GRACE_S` after `agreed_at`, when all others held the averages;
+    `undecided` are those that do not yet.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class OpenRound:
         generation: int,
         commit: int,
         groups: Sequence[Group],
-        joining: Mapping[Group, Joining],
+        joining: Collection[Group],
     ) -> None:
         """`groups` are all ready, in the order of their numbers."""
         self.number, self.commit, self.groups, self.joining = number, commit, groups, joining
@@ -118,7 +116,6 @@ class OpenRound:
         self.means = {name: total / weight for name, total in sums.items()} if weight else {}
         self.undecided = {group for group in groups if group.standing != "listening"}
         self.votes: dict[Group, Vote] = {}
-        self.is_timed = False  # votes have a deadline
         self.agreed_at: float | None = None
 
     def message_for(self, group: Group) -> Round:
@@ -404,11 +401,7 @@ class SyncRounds:
 
     def open(self, groups: Sequence[Group], starts: Sequence[Group], now: float) -> None:
         """Open a round of groups that are ready, of which `starts` begin the run."""
-        joining: dict[Group, Joining] = {
-            group: "start" if group in starts else "peer_copy"
-            for group in groups
-            if group in starts or group.has_exact_copy
-        }
+        joining = {group for group in groups if group in starts or group.has_exact_copy}
         donors, present = starts or [g for g in groups if g.is_current], self._groups.present
         listeners = [group for group in groups if not group.is_current and group not in starts]
         for group in listeners:
@@ -471,9 +464,8 @@ class SyncRounds:
 
         Shards are unequal, but a group votes only once its slowest is averaged, as all others' is.
         """
-        if opened.is_timed:
+        if opened.votes:
             return
-        opened.is_timed = True
         for group in opened.groups:
             group.vote_due_at = now + self._policy.vote_timeout_s
 
@@ -522,10 +514,8 @@ class SyncRounds:
     def _answer_late(self, group: Group, vote: Vote, now: float) -> None:
         """Answer a vote on a round that is over, perhaps since before a restart."""
         newest = self.ledger
-        if not vote.ok:
-            group.missed_round = vote.round
         is_newest = (vote.round, vote.commit) == (newest.round, newest.commit)
-        is_newest &= group.missed_round != vote.round
+        is_newest &= vote.ok and group.copy != "stale"  # else it was committed without this one
         if group.is_current and not is_newest and vote.commit <= newest.commit:
             message = f"the others have committed sync {newest.commit} without it"
             self.lose(group, "stale", message, now)
@@ -582,7 +572,6 @@ class SyncRounds:
             if group.copy == "stale":
                 group.copy = "absent"  # it was told to start over
         for group in missing:
-            group.missed_round = ended.number
             self._end_round_of(group, ended.number)
         recovered = self._metrics.commit(self.generation, self.ledger.commit, now)
         self._emit_membership(now)
@@ -636,15 +625,14 @@ class SyncRounds:
                 group.copy = "stale"
         for group in voters:
             group.num_suspended = 0
-            how = ended.joining.get(group)
-            if how is None:
+            if group not in ended.joining:
                 continue
-            donor = group.donor_group
+            is_start, donor = group.standing == "initial", group.donor_group
             group.promote()
             self._metrics.goodput.train(group.group, now)
             joined = events.GroupJoined(
                 time=now,
-                how=how,
+                how="start" if is_start else "peer_copy",
                 donor=donor,
                 copied_bytes=group.copied_bytes,
                 duration_s=now - group.joined_at,

@@ -405,29 +405,6 @@ def test_clusters_of_jobs_own_are_made_after_the_shared_one(
 # ---- where a host and a head lie
 
 
-def test_rdma_is_used_or_training_fails() -> None:
-    for variant, is_rdma in (("gpu", False), ("multi-rack", True)):
-        (pod,) = pods(variant, "ray-worker")
-        (container,) = pod.containers
-        variables = {each["name"]: each["value"] for each in container["env"]}
-        # With NCCL_NET, NCCL ends with "network IB not found" instead of taking TCP.
-        assert variables.get("NCCL_NET") == ("IB" if is_rdma else None)
-        assert ("rdma/hca_shared_devices_a" in container["resources"]["limits"]) == is_rdma
-
-
-def test_hosts_have_what_their_network_and_runtime_ask_for() -> None:
-    (pod,) = pods("gpu+theirs", "ray-worker")
-    assert pod.spec["runtimeClassName"] == "nvidia"
-    (container,) = pod.containers
-    limits = container["resources"]["limits"]
-    assert (limits["vpc.amazonaws.com/efa"], limits["hugepages-2Mi"]) == ("32", "5Gi")
-    variables = {each["name"]: each["value"] for each in container["env"]}
-    assert (variables["NCCL_NET"], variables["FI_PROVIDER"]) == ("AWS Libfabric", "efa")
-    (group,) = ray_cluster("gpu+theirs")["spec"]["workerGroupSpecs"]
-    annotations = group["template"]["metadata"]["annotations"]
-    assert annotations["k8s.v1.cni.cncf.io/networks"] == "rail0"
-
-
 def test_with_a_bucket_no_volume_is_shared() -> None:
     assert settings_of("bucket")["SHARDLOOM_CHECKPOINT_ROOT"] == "s3://ads/checkpoints"
     assert "SHARDLOOM_CHECKPOINT_ROOT" not in settings_of("gpu")

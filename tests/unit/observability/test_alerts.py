@@ -151,14 +151,6 @@ def _of_ray() -> set[str]:
     return {f"ray_{name}" for name in names}
 
 
-def test_names_of_metrics_are_found_in_expressions() -> None:
-    expr = (
-        'histogram_quantile(0.9, sum by (le, route) (rate(a_bucket{status=~"5.."}[5m]))) > 0.5 '
-        "and on (job_id) max by (x) (l:b:c) or time() - d unless absent(e)"
-    )
-    assert metrics_in(expr) == {"a_bucket", "l:b:c", "d", "e"}
-
-
 def test_rules_and_dashboards_read_only_metrics_that_there_are() -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     known = _shown() | _of_ray() | recorded | BUILT_IN

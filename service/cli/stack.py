@@ -31,7 +31,7 @@ from service.client.errors import ShardloomError
 from service.domain.auth import login_code
 from service.local.ray_node import NODE_IP
 from service.local.stack import CPUS_PER_HOST, LocalStack
-from service.local.state import StackError, StackHome, StackState
+from service.local.state import StackHome, StackState
 from service.schemas.admin import ClusterOut
 from service.schemas.wording import age, size
 
@@ -129,27 +129,23 @@ def up(
     """
     home = StackHome.from_environment()
     stack = LocalStack(home, os.environ | ({"SHARDLOOM_AUTH": "none"} if no_auth else {}))
-    if state := stack.running():
+    before, is_up = home.read_state(), stack.running() is not None
+    if is_up:
         console().print("Shardloom is already up")
-        _print_addresses(home, state)
-        return
     # A supervisor's SIGTERM and a closed terminal end the command as Ctrl-C does; not under nohup.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
-    before = home.read_state()
-    state = _start(stack, port, console())
     try:
-        for _ in range(hosts - 1):
-            console().print(Text(f"host {stack.add_host()} joined", style="dim"))
-    except (KeyboardInterrupt, StackError) as error:
-        was_there = before is not None and before.ray is not None and before.ray == state.ray
-        # A Ray that was there before may run jobs; but Ctrl-C stops whatever is not detached.
-        if not was_there or (isinstance(error, KeyboardInterrupt) and not detach):
-            stack.down(_print_dim, only=state)
+        state = _start(stack, port, console(), hosts)
+    except KeyboardInterrupt:
+        # It stops whatever is not detached, a Ray that was there before as well.
+        if before is not None and not is_up and not detach:
+            stack.down(_print_dim, only=before)
         raise
     _print_addresses(home, state)
-    _stay(stack, state, detach=detach)
+    if not is_up:
+        _stay(stack, state, detach=detach)
 
 
 def down() -> None:
@@ -193,10 +189,14 @@ def ensure_running() -> None:
         error_console().print(Text(f"{state.url}  (`shardloom down` stops it)", style="dim"))
 
 
-def _start(stack: LocalStack, port: int | None, output: Console) -> StackState:
+def _start(stack: LocalStack, port: int | None, output: Console, num_hosts: int = 1) -> StackState:
     """Start a stack, with a spinner where there is a terminal, above which milestones stand."""
+
+    def report(line: str) -> None:
+        output.print(Text(line, style="dim"))
+
     with output.status("starting Shardloom", spinner="dots"):
-        return stack.up(port=port, report=lambda line: output.print(Text(line, style="dim")))
+        return stack.up(port=port, num_hosts=num_hosts, report=report)
 
 
 def _stay(stack: LocalStack, state: StackState, *, detach: bool) -> None:

@@ -159,24 +159,26 @@ class LocalStack:
         state = self._own_state()
         return state if state is not None and state.is_running else None
 
-    def up(self, *, port: int | None = None, report: Report) -> StackState:
+    def up(self, *, port: int | None = None, num_hosts: int = 1, report: Report) -> StackState:
         """Start what does not run yet, wait until it answers, and return its state.
 
-        `report` gets a line per milestone. Raises `StackError`; nothing is left running then.
+        `report` gets a line per milestone. Raises `StackError`; nothing that was started is left
+        running then.
         """
-        with self.home.lock():
-            if state := self.running():
-                return state
+        with self.home.lock(), ExitStack() as undo:
             # Of earlier starts of this object Ray may live, which is not this one's to undo.
             self._started = []
-            before = self._end_leftovers(report)
-            port = port or self._default_port(before)
-            self._check_can_start(port, before)
-            with ExitStack() as undo:
-                undo.callback(self._undo_start, before)
+            state = self.running()
+            before = state or self._end_leftovers(report)
+            undo.callback(self._undo_start, before)
+            if state is None:
+                port = port or self._default_port(before)
+                self._check_can_start(port, before)
                 state, parts = self._launch(port, before)
                 wait_until_ready(parts, report, self.log_tail)
-                undo.pop_all()
+            while num_hosts > 1 and len(self.running_hosts()) < num_hosts - 1:
+                report(f"host {self._add_host()} joined")
+            undo.pop_all()
             return state
 
     def down(self, report: Report, *, only: StackState | None = None) -> bool:
@@ -353,7 +355,7 @@ class LocalStack:
 
     def _undo_start(self, before: StackState | None) -> None:
         """End what this start has begun; a Ray from before, and its jobs, go on."""
-        for process in self._started:
+        for process in reversed(self._started):
             terminate_tree(process, grace_s=RAY_GRACE_S)
         if before is None:
             self.home.state_path.unlink(missing_ok=True)
@@ -393,21 +395,24 @@ class LocalStack:
         Raises `StackError`.
         """
         with self.home.lock():
-            state = self._running_state()
-            address = address or _next_address(state)
-            if address in self.running_hosts() or address == NODE_IP:
-                raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
-            assert state.ray_address is not None
-            ray = RayState(state.ray_address, self.home.token())
-            # On a busy machine a part of a node may be later than Ray allows, which then ends.
-            started = time.monotonic()
-            for _ in range(_MAX_TRIES):
-                if self._try_host(state, ray, RayNode(address, num_cores)):
-                    return address
-                if time.monotonic() - started > START_TIMEOUT_S:
-                    break
-            log = self.log_tail(f"host-{address}")
-            raise StackError(f"{address} did not join Ray: is its head still up? {log}")
+            return self._add_host(address, num_cores)
+
+    def _add_host(self, address: str | None = None, num_cores: int = CPUS_PER_HOST) -> str:
+        state = self._running_state()
+        address = address or _next_address(state)
+        if address in self.running_hosts() or address == NODE_IP:
+            raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
+        assert state.ray_address is not None
+        ray = RayState(state.ray_address, self.home.token())
+        # On a busy machine a part of a node may be later than Ray allows, which then ends.
+        started = time.monotonic()
+        for _ in range(_MAX_TRIES):
+            if self._try_host(state, ray, RayNode(address, num_cores)):
+                return address
+            if time.monotonic() - started > START_TIMEOUT_S:
+                break
+        log = self.log_tail(f"host-{address}")
+        raise StackError(f"{address} did not join Ray: is its head still up? {log}")
 
     def _try_host(self, state: StackState, ray: RayState, node: RayNode) -> bool:
         """Start a host's Ray, and wait until it is counted; nothing of it stays where it is not."""

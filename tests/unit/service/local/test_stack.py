@@ -31,17 +31,19 @@ from service.local.ray_node import (
     TRAINER_SETTINGS,
     RayHead,
     RayNode,
+    RayState,
     free_ports,
     make_temp_dir,
 )
 from service.local.stack import Component, LocalStack, check_port_free, wait_until_ready
-from service.local.state import StackError, StackHome
+from service.local.state import StackError, StackHome, StackState
 from tests.conftest import REPO
 from tests.harness.machines import keep_stack
 from tests.harness.service import shardloom
 
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
+RAY_URLS = {"ray_address": "http://127.0.0.1:9", "gcs_address": "127.0.0.2:9"}
 
 
 def process(pid: int, parent: int = 1, session: int = 1, start: int = 100) -> ProcessInfo:
@@ -242,43 +244,73 @@ def test_the_own_stack_is_ended_and_one_that_others_started_since_left_alone(hom
     assert home.read_state() is None
 
 
+@pytest.fixture
+def starting(home, monkeypatch):
+    """A home whose service starts at once, beside the Ray that is there."""
+
+    def launch(stack: LocalStack, port: int, before: StackState | None):
+        service = stack.spawn("service", ["sleep", "60"], {"PATH": os.environ["PATH"]})
+        return keep_stack(home, **{**dict(before or {}), "service": service, **RAY_URLS}), []
+
+    monkeypatch.setattr(LocalStack, "_launch", launch)
+    monkeypatch.setattr(LocalStack, "_check_can_start", lambda *_: None)
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    yield home
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("ending", [StackError("127.0.0.3 did not join"), signal.SIGTERM])
 @pytest.mark.parametrize("options", [[], ["--detach"]], ids=["foreground", "detached"])
-def test_a_stack_whose_hosts_do_not_all_start_is_ended(monkeypatch, home, ending, options):
+def test_a_stack_whose_hosts_do_not_all_start_is_ended(monkeypatch, starting, ending, options):
     """Be it that one cannot join, or that somebody ends the command meanwhile."""
+    begun = []
 
     def add_host(stack: LocalStack) -> str:
+        begun.append(starting.read_state().service)
         if isinstance(ending, StackError):
             raise ending
         signal.raise_signal(ending)
         return "127.0.0.3"
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
-    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
-    monkeypatch.setattr(LocalStack, "up", lambda *_, **__: keep_stack(home, service=DEAD_PROCESS))
-    monkeypatch.setattr(LocalStack, "add_host", add_host)
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        result = shardloom("up", "--hosts", "2", *options)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "as under nohup"
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    monkeypatch.setattr(LocalStack, "_add_host", add_host)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    result = shardloom("up", "--hosts", "2", *options)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "as under nohup"
     assert result.exit_code != 0
-    assert home.read_state() is None
+    assert starting.read_state() is None
+    assert [is_alive(service) for service in begun] == [False]
 
 
-def test_hosts_that_do_not_start_end_no_ray_that_was_there_before(monkeypatch, home):
-    kept = keep_stack(home, ray=DEAD_PROCESS)
-    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
-    monkeypatch.setattr(LocalStack, "up", lambda *_, **__: kept)
-    monkeypatch.setattr(LocalStack, "add_host", Mock(side_effect=StackError("did not join")))
+def test_hosts_that_do_not_start_end_no_ray_that_was_there_before(monkeypatch, starting):
+    stack = LocalStack(starting)
+    starting.root.mkdir()
+    ray = stack.spawn("ray", ["sleep", "60"], {"PATH": os.environ["PATH"]})
+    kept = keep_stack(starting, ray=ray, **RAY_URLS)
+    monkeypatch.setattr(LocalStack, "_add_host", Mock(side_effect=StackError("did not join")))
     assert shardloom("up", "--hosts", "2").exit_code == 3
-    assert home.read_state() == kept
-    monkeypatch.setattr(LocalStack, "add_host", Mock(side_effect=KeyboardInterrupt))
+    assert starting.read_state() == kept
+    monkeypatch.setattr(LocalStack, "_add_host", Mock(side_effect=KeyboardInterrupt))
     for options, left in (("--detach",), kept), ((), None):
         assert shardloom("up", "--hosts", "2", *options).exit_code != 0
-        assert home.read_state() == left, "Ctrl-C stops what is not detached"
+        assert starting.read_state() == left, "Ctrl-C stops what is not detached"
+    assert not is_alive(ray)
+
+
+def test_a_stack_that_runs_gets_the_hosts_that_it_lacks(monkeypatch, home):
+    hosts = {"127.0.0.3": THIS_PROCESS}
+    keep_stack(home, service=THIS_PROCESS, hosts=hosts, **RAY_URLS)
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+
+    def join(stack: LocalStack, state: StackState, ray: RayState, node: RayNode) -> bool:
+        hosts = state.hosts | {node.address: THIS_PROCESS}
+        return home.write(state.model_copy(update={"hosts": hosts})) is None
+
+    monkeypatch.setattr(LocalStack, "_try_host", join)
+    assert "host 127.0.0.4 joined" in shardloom("up", "--hosts", "3").stdout
+    assert "joined" not in shardloom("up", "--hosts", "2").stdout
+    assert [*home.read_state().hosts] == ["127.0.0.3", "127.0.0.4"]
 
 
 def test_a_ray_of_others_has_no_hosts_of_this_machine(home, monkeypatch):

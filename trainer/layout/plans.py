@@ -186,8 +186,9 @@ class Comparer:
         # The cost says what has room in memory.
         free = replace(need, shard_group_size=None, placement=None, worker_table_bytes=None)
         self._chosen = choose(free)
-        with suppress(LayoutError):  # of memory
-            self._chosen = choose(need)
+        for own in (replace(need, worker_table_bytes=None), need):
+            with suppress(LayoutError):
+                self._chosen = choose(own)
         world_size = self._chosen.layout.world_size
         sized = _freed(spec, world_size)
         assert spec.table_bytes is not None, "a plan needs the sizes of the tables"
@@ -228,7 +229,12 @@ class Comparer:
             else ways_of(spec, layout, self._whole)
         )
         own, chosen = spec.parallelism.sync, self._chosen
-        is_same = (layout, choice.group_hosts) == (chosen.layout, chosen.group_hosts)
+        is_same = (choice.failure_domain, choice.group_hosts) == (
+            chosen.failure_domain,
+            chosen.group_hosts,
+        )
+        # Of one copy all placements are the same.
+        is_same &= layout.num_replicas == 1 or layout.placement == chosen.layout.placement
         for sync in [own] if self._only_own_sync else _syncs(spec, choice):
             with_its_syncs = ways
             if layout.num_replicas > 1:

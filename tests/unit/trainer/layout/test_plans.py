@@ -62,6 +62,23 @@ def test_candidates_show_what_the_driver_takes_and_what_no_other_beats() -> None
     assert {each.placement for each in front} == {"intra_host", "inter_host"}
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "shape_of_chosen"),
+    [
+        # Of one copy the placement says nothing.
+        ({"placement": "inter_host"}, (8, 8, "intra_host")),
+        # Tables of 600 GB, of which a worker cannot hold a copy.
+        ({"shard_group_size": 1, "placement": "intra_host"}, (8, 1, "intra_host")),
+    ],
+)
+def test_what_the_spec_asks_for_is_marked_whether_it_fits_or_not(
+    parallelism: dict[str, Any], shape_of_chosen: tuple[Any, ...]
+) -> None:
+    spec = spec_of(400, parallelism={"workers": 8, "shard_group_size": 8} | parallelism)
+    found = compared(spec).candidates
+    assert {shape(each) for each in found if each.is_chosen} == {shape_of_chosen}
+
+
 def test_what_auto_takes_is_recommended_unless_another_is_much_faster_with_the_same_interval() -> (
     None
 ):

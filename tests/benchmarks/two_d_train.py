@@ -161,9 +161,12 @@ def _warm_up(
     trainer: TwoDTrainer | StockTrainer, steps: Iterator[None], schedule: Schedule
 ) -> float:
     """Run the warm-up steps; max over mean across ranks of the ids that were looked up."""
-    groups = SimpleNamespace(device=torch.device("cpu"))
-    kernels = trainer.embedding_kernels
-    counter = LookupCounter(SimpleNamespace(embedding_kernels=kernels, groups=groups))
+    model = SimpleNamespace(
+        embedding_kernels=trainer.embedding_kernels,
+        table_shards=list,
+        groups=SimpleNamespace(device=torch.device("cpu")),
+    )
+    counter = LookupCounter(model, dims={})
     counter.sampling = True
     take(steps, schedule.warmup_steps)
     counter.sampling = False

@@ -185,7 +185,9 @@ class CheckpointManager:
         write = partial(
             self._write, self._folder / name, commit, {} if planner else tensors, planner
         )
-        end = save_load.run(write, beside=is_beside)
+        end = save_load.in_thread(write)
+        if not is_beside:
+            futures.wait([end])
         self._pending = PendingSave(commit.step, time.perf_counter() - started_s, end)
         if is_last:
             self._settle(must_succeed=True)

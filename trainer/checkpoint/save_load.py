@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -46,6 +45,7 @@ from trainer.checkpoint.files import (
 )
 from trainer.checkpoint.remote_io import METADATA, RemoteWriter, SafeLoadPlanner, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
+from trainer.parallel.collectives import in_background
 from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord, file_record
 from trainer.spec.training import CheckpointSpec
 from trainer.storage import Location
@@ -372,22 +372,18 @@ class Staging:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._shares: dict[tuple[str, ...], SavePlan] = {}
+        self._share: SavePlan | None = None
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
 
     @torch.no_grad()
     def stage(self, state: dict[str, Any]) -> StagedPlanner:
         """Copy this rank's share of `state`.
 
-        Collective over the group when the state has other names than before: all ranks' names
-        change together.
+        The first is collective over the group. Later ones have the same names and shapes.
         """
         live = DefaultSavePlanner()
         live.set_up_planner(state, is_coordinator=dist.get_rank(self._group) == 0)
-        names = tuple(sorted(state))
-        if names not in self._shares:
-            self._shares[names] = assign_writes(live, self._group)
-        share = self._shares[names]
+        share = self._share = self._share or assign_writes(live, self._group)
         copies = {item.index: self._copy(item, live.resolve_data(item)) for item in share.items}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -416,22 +412,13 @@ def assign_writes(live: DefaultSavePlanner, group: dist.ProcessGroup) -> SavePla
     return everyone[dist.get_rank(group)]
 
 
-def run(task: Callable[[], Result], *, beside: bool) -> Future[Result]:
-    """Run `task` now, or in a thread; a future with its result or error."""
-    future: Future[Result] = Future()
+def in_thread(task: Callable[[], Result]) -> Future[Result]:
+    """Run `task` in a thread with this one's GPU; a future with its result or error."""
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def fulfil() -> None:
-        try:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)  # or a new thread takes memory of GPU 0, too
-            future.set_result(task())
-        except BaseException as error:  # DCP's are BaseExceptions; whoever asks raises it again
-            future.set_exception(error)
+    def run() -> Result:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # or a new thread takes memory of GPU 0, too
+        return task()
 
-    if beside:
-        # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
-        threading.Thread(target=fulfil, name="checkpoint", daemon=True).start()
-    else:
-        fulfil()
-    return future
+    return in_background(run, "checkpoint")

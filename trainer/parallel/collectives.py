@@ -74,6 +74,21 @@ def pairwise_sum(parts: torch.Tensor, weights: Sequence[float] | None = None) ->
     return sums[0]
 
 
+def in_background(task: Callable[[], _T], name: str) -> Future[_T]:
+    """Run `task` in a thread with that name; a future with its result or error."""
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(task())
+        except BaseException as error:  # whatever it is, whoever asks for the result raises it
+            done.set_exception(error)
+
+    # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
 @dataclass(frozen=True)
 class Part:
     """Numbers of this rank in a report.
@@ -113,19 +128,12 @@ class PendingParts:
         self._copied = torch.cuda.Event() if is_cuda else None
         if self._copied is not None:
             self._copied.record()
-        self._done: Future[None] = Future()
-        # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
-        threading.Thread(target=self._reduce, args=[group], name="report", daemon=True).start()
+        self._done = in_background(partial(self._reduce, group), "report")
 
     def _reduce(self, group: dist.ProcessGroup) -> None:
-        try:
-            if self._copied is not None:
-                self._copied.synchronize()
-            _all_reduce(self._parts, self._found, group)
-        except BaseException as error:  # whatever it is, `read` raises it
-            self._done.set_exception(error)
-        else:
-            self._done.set_result(None)
+        if self._copied is not None:
+            self._copied.synchronize()
+        _all_reduce(self._parts, self._found, group)
 
     def read(self, timeout_s: float | None = None) -> dict[str, float]:
         """What the parts make of the numbers; raises what the exchange raised, or TimeoutError."""

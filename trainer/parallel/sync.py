@@ -239,10 +239,7 @@ class ReplicaSync(Sync):
         self._base.renew()
 
     def reset(self) -> None:
-        for deferred in (self._pending, self._pending_moments):
-            if deferred is not None:
-                deferred.wait()
-        self._pending = self._pending_moments = None
+        assert not (self._pending or self._pending_moments), "training has not begun"
         if self._touched:
             self._touched.clear()
         if self._stale is not None:

@@ -334,23 +334,22 @@ class LookupCounter:
     waits for a device, and a report has four numbers a table.
     """
 
-    def __init__(self, model: TwoDParallel, dims: Mapping[str, int] | None = None) -> None:
+    def __init__(self, model: TwoDParallel, dims: Mapping[str, int]) -> None:
         """`dims` has the columns of each table, in the same order on every rank."""
         self.sampling = False
         device = model.groups.device
         # (ids, distinct rows) since the last report.
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
-        self._dims = dims or {}
+        self._dims = dims
         # Of each table (lookups, those of its hottest rows), and (rows in syncs, all rows).
         self._by_table = torch.zeros(len(self._dims), 2, dtype=torch.float64, device=device)
         self._synced = torch.zeros_like(self._by_table)
-        self._shards = model.table_shards() if dims else []
+        self._shards = model.table_shards()
         self._tables = self._numbers(self._shards).to(device)
         self._num_rows = torch.tensor([len(each.weight) for each in self._shards], device=device)
         for kernel in model.embedding_kernels():
             shards = [shard for shard in self._shards if shard.kernel is kernel]
-            places = self._places(shards, device) if shards else None
-            count = partial(self._count, places)
+            count = partial(self._count, self._places(shards, device))
             kernel.register_forward_pre_hook(count, with_kwargs=True)
 
     def _places(self, shards: Sequence[TableShard], device: torch.device) -> _KernelTables:
@@ -369,9 +368,7 @@ class LookupCounter:
         return torch.tensor([numbers[shard.table] for shard in shards], dtype=torch.int64)
 
     @torch.no_grad()
-    def _count(
-        self, places: _KernelTables | None, kernel: Any, args: Any, inputs: dict[str, Any]
-    ) -> None:
+    def _count(self, places: _KernelTables, kernel: Any, args: Any, inputs: dict[str, Any]) -> None:
         if not (self.sampling and kernel.training and inputs["indices"].numel()):
             return
         rows = looked_up(kernel, inputs["indices"], inputs["offsets"]).sort().values
@@ -379,14 +376,13 @@ class LookupCounter:
         is_first[1:] = rows[1:] != rows[:-1]
         self._counts[0] += rows.numel()
         self._counts[1] += is_first.sum()
-        if places is not None:
-            ends, tables, parts = places
-            found = parts * lookups_by_table(rows, is_first, ends)
-            self._by_table.index_add_(0, tables, found)
+        ends, tables, parts = places
+        found = parts * lookups_by_table(rows, is_first, ends)
+        self._by_table.index_add_(0, tables, found)
 
     def add_sync(self, num_rows: torch.Tensor | None) -> None:
         """Count a sync of so many rows of each of this rank's shards, int64 [shards]."""
-        if num_rows is not None and self._shards:
+        if num_rows is not None:
             found = torch.stack([num_rows, self._num_rows], dim=1).double()
             self._synced.index_add_(0, self._tables, found)
 

@@ -57,11 +57,13 @@ from service.reconciler.loop import Reconciler
 from service.schemas.jobs import JobDetail
 from service.settings import Settings
 from service.storage import DEADLINE_S, in_time
-from trainer.layout.hosts import Site, site_of
+from trainer.layout.hosts import HostFacts, Site, site_of
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
+# How long a reader waits for a cluster to tell of itself, where it did not lately.
+CLUSTER_S = 2.0
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
@@ -189,6 +191,15 @@ def most_workers(spec: JobSpec, context: Context) -> int | None:
     """The most workers of a cluster that grows by itself."""
     is_shared = spec.resources.cluster == "shared"
     return context.settings.cluster_max_workers if is_shared else None
+
+
+def known_hosts(spec: JobSpec, context: Context) -> tuple[HostFacts, ...]:
+    """Hosts that a job will find, as far as they are known: of a shared cluster as it told last,
+    so that nobody waits long for one that hangs."""
+    if spec.resources.cluster == "shared":
+        context.cluster.latest(CLUSTER_S)
+        return context.cluster.hosts()
+    return hosts_for(context.backend, spec)
 
 
 def check_fits(specs: Iterable[JobSpec], context: Context) -> None:

@@ -206,7 +206,6 @@ def submit_job(
     prepare: Callable[[str], None] = lambda job_id: None,
     actor: str = "user",
     checkpoint_root: Path | str | None = None,
-    runs_shared: bool = True,
     parent: str | None = None,
 ) -> Job:
     """Store a new job, or return the one that the key made.
@@ -227,8 +226,6 @@ def submit_job(
         # From now on it is the job's: another setting later does not part it from its checkpoints.
         checkpoint = spec.checkpoint.model_copy(update={"path": str(checkpoint_root)})
         spec = spec.model_copy(update={"checkpoint": checkpoint})
-    if not runs_shared:
-        check_places(spec)
     check(check_data(spec))
     # To the microsecond, which is as fine as filters by time can name it.
     now = round(time.time(), 6)

@@ -170,7 +170,6 @@ class SweepRunner:
                     self.keys, self.settings, job_id, self.keys.secrets_of(sweep.id)
                 ),
                 checkpoint_root=self.settings.checkpoint_root,
-                runs_shared=self.settings.runs_shared,
             )
         except (SpecError, IdempotencyConflict) as error:
             if sweep.status is SweepStatus.RUNNING and _is_of_storage(error):

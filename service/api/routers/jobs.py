@@ -21,6 +21,7 @@ from service.api.deps import (
     check_fits,
     check_project,
     check_spec,
+    known_hosts,
     most_workers,
     on_storage,
     with_etag,
@@ -28,7 +29,6 @@ from service.api.deps import (
 from service.api.planning import plan_of
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
-from service.backends.base import hosts_for
 from service.db.queries import METRIC_BOUND, JobFilter, MetricBound
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
@@ -97,7 +97,7 @@ def submit(
         check_spec(spec, principal, context)
         sized = check_data(spec)
         response.status_code = status.HTTP_200_OK
-        return plan_of(sized, hosts_for(context.backend, spec), most_workers(spec, context))
+        return plan_of(sized, known_hosts(spec, context), most_workers(spec, context))
     job = _create(spec, body.secrets, idempotency_key, principal, context, force=force)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return with_etag(job, context, response)
@@ -135,7 +135,6 @@ def _create(
         ),
         actor=principal.name,
         checkpoint_root=context.settings.checkpoint_root,
-        runs_shared=context.settings.runs_shared,
         parent=parent,
     )
     context.tracing.submitted(job, began_at)

@@ -10,21 +10,22 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request, Response, status
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from service.api.deps import Context, ContextDep, PrincipalDep, ThreadRoute, known_principal
+from service.api.deps import (
+    CLUSTER_S,
+    Context,
+    ContextDep,
+    PrincipalDep,
+    ThreadRoute,
+    known_principal,
+)
 from service.api.views import projects_view, queue_view
 from service.domain.models import Project
-from service.errors import (
-    BackendUnreachable,
-    ProjectNotFound,
-    ReconcilerDied,
-    StoreUnavailable,
-)
+from service.errors import ProjectNotFound, ReconcilerDied, StoreUnavailable
 from service.files import make_writable
 from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
 from service.schemas.jobs import QueueOut
 from service.storage import hanging, in_time
-from trainer.layout.hosts import HostFacts
 from trainer.spec.base import NAME_PATTERN
 
 projects_router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=ThreadRoute)
@@ -86,21 +87,15 @@ system_router = APIRouter(tags=["service"], route_class=ThreadRoute)
 
 @system_router.get("/v1/cluster", summary="The cluster behind the service")
 def get_cluster(context: ContextDep) -> ClusterOut:
-    """Ask the backend whether it is there; always 200."""
-    backend = context.backend
-    hosts: tuple[HostFacts, ...] = ()
-    try:
-        reachable, message = True, backend.check()
-        hosts = backend.hosts() or ()
-    except BackendUnreachable as error:
-        reachable, message = False, str(error)
+    """Whether it answers, and its hosts, as of the last ten seconds; always 200."""
+    is_reachable, message = context.cluster.latest(CLUSTER_S)
     return ClusterOut(
-        reachable=reachable,
-        backend=backend.name,
-        address=backend.address,
-        message=message,
+        reachable=bool(is_reachable),
+        backend=context.backend.name,
+        address=context.backend.address,
+        message="it has not answered yet" if is_reachable is None else message,
         max_workers=context.settings.cluster_max_workers,
-        hosts=list(hosts),
+        hosts=list(context.cluster.hosts()),
     )
 
 

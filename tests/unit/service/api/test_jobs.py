@@ -39,6 +39,7 @@ from tests.harness.service import (
     replace_attempt,
     shardloom,
 )
+from tests.harness.wait import scaled
 from trainer.layout.hosts import HostFacts
 
 # ---- submit
@@ -91,6 +92,8 @@ def test_a_dry_run_plans_and_creates_nothing(api: Api) -> None:
 
 
 def test_a_plan_is_made_for_the_cluster_that_there_is(api: Api) -> None:
+    state = api.http.app.state  # type: ignore[attr-defined]
+    state.context = replace(state.context, cluster=ClusterWatch(api.backend, every_s=0))
     automatic = {"workers": {"min": 2, "max": 8}, "shard_group_size": 2, "survive": {"hosts": 1}}
     body = {"spec": spec_document(parallelism=automatic)}
     api.backend.set_hosts(HostFacts("a", 2, 0, 2**30), HostFacts("b", 2, 0, 2**30))
@@ -100,6 +103,20 @@ def test_a_plan_is_made_for_the_cluster_that_there_is(api: Api) -> None:
     api.backend.set_down(True)
     plan = api.http.post("/v1/jobs?dry_run=true", json=body).json()
     assert plan["cluster"] == "hosts not known"
+
+
+def test_nobody_waits_for_a_cluster_that_hangs(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    for name in ("check", "hosts"):
+        monkeypatch.setattr(api.backend, name, lambda: answers.wait(scaled(20.0)))
+    try:
+        found = api.http.get("/v1/cluster").json()
+        assert (found["reachable"], found["hosts"]) == (False, [])
+        plan = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec_document()})
+        assert plan.json()["cluster"] == "hosts not known"
+        assert not answers.is_set()
+    finally:
+        answers.set()
 
 
 # ---- read, list, cancel

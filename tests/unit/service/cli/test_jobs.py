@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.backends.base import ClusterWatch
 from service.backends.fake import Script
 from service.cli import jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
@@ -334,7 +335,8 @@ def test_the_cluster_is_shown_with_its_hosts(api: Api) -> None:
     api.backend.set_hosts(HostFacts("10.0.0.7", 16.0, 8.0, 512 << 30))
     grows = api.settings.model_copy(update={"cluster_max_workers": 32})
     state = api.http.app.state
-    state.context = replace(state.context, settings=grows)
+    watch = ClusterWatch(api.backend, every_s=0)
+    state.context = replace(state.context, settings=grows, cluster=watch)
     shown = shardloom("cluster").stdout
     for word in (f"fake at {api.backend.address} answers", "fake cluster", "10.0.0.7", "550 GB"):
         assert word in shown

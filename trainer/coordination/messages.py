@@ -128,12 +128,11 @@ class Ledger(Message):
 
     `commit` counts them. Epochs below `epoch` are complete; `open_epochs` holds those begun from
     there on. `rows_trained` counts rows trained by committed syncs, `rows_skipped` rows left out on
-    purpose. `checkpoint_commit` is the commit that the newest durable checkpoint holds. `round` is
-    the round that made `commit`: a number of commits alone does not say which try it was. `led`
-    says up to where some leader has validated and saved what was due: what a leader was lost over
-    stays due for the next. `quarantined` is (an epoch, how many bad rows its commits left out), of
-    the epoch that was trained last. As JSON `open_epochs` are packed: every lane of every group
-    adds a span.
+    purpose. `round` is the round that made `commit`: a number of commits alone does not say which
+    try it was. `led` says up to where some leader has validated and saved what was due: what a
+    leader was lost over stays due for the next. `quarantined` is (an epoch, how many bad rows its
+    commits left out), of the epoch that was trained last. As JSON `open_epochs` are packed: every
+    lane of every group adds a span.
     """
 
     commit: Count = 0
@@ -149,7 +148,6 @@ class Ledger(Message):
     best: float | None = None
     plateau: EarlyStoppingState | None = None
     metrics: dict[str, float] = {}
-    checkpoint_commit: Count = 0
     led: LeaderProgress = LeaderProgress()
     quarantined: tuple[Count, Count] = (0, 0)
     tuning: TunerState | None = Field(default=None, description="Where the interval is tuned.")
@@ -248,7 +246,6 @@ class Report(Message):
     best: float | None = None
     plateau: EarlyStoppingState | None = None
     metrics: dict[str, float] = {}
-    checkpoint_commit: Count | None = None
     led: LeaderProgress | None = None
     validation_error: float | None = Field(default=None, description="Of a new one; 0: perfect.")
     has_finished: bool = False

@@ -534,6 +534,8 @@ class GroupSession(Session):
         is_wanted = is_best and self.spec.checkpoint.keep_best
         if self.is_checkpoint_step() or (is_wanted and not self.saves.is_blocked):
             self.save_checkpoint(is_best)
+            if self.is_finished:  # it was waited for: nothing is at risk
+                reduce_parts([self._save_part()], self.groups.device)
         elif is_wanted:
             self.note(
                 "warning",
@@ -546,7 +548,6 @@ class GroupSession(Session):
             best=self.state.best,
             plateau=self.state.plateau,
             metrics=self.final_metrics,
-            checkpoint_commit=self.checkpoints.newest_commit,
             led=LeaderProgress(
                 step=self.state.step,
                 epoch=self.state.position.epoch,

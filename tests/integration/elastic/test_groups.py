@@ -66,6 +66,8 @@ def test_groups_join_and_leave_while_the_others_train_on(
         check_that_nobody_was_restarted(harness)
     attempt = RunDir(config.run_dir).attempt(config.attempt_id)
     assert not records_in(attempt, Recovered), "no sync failed"
+    *_, last = (m for m in records_in(attempt, Metrics) if "goodput/share" in m.values)
+    assert last.values["risk/steps_undurable"] == 0, "the last checkpoint is durable"
     moves = records_in(attempt, SyncIntervalChanged)
     # What follows the first one depends on how long syncs take on this machine.
     intervals = [1, *(each.every_steps for each in moves)]

@@ -225,9 +225,7 @@ class RunMetrics:
     def as_event(self, ledger: Ledger, generation: int, now: float) -> Metrics:
         """The job's goodput, the nominal steps at risk, and its groups."""
         step = self.step(ledger)
-        is_durable = ledger.checkpoint_commit == ledger.commit
-        durable_step = step if is_durable else ledger.led.saved_step
-        values = self.goodput.metrics(now, step, durable_step) | {
+        values = self.goodput.metrics(now, step, ledger.led.saved_step) | {
             "elastic/generation": float(generation),
             "elastic/commit_interval_s": self._usual_s,
         }

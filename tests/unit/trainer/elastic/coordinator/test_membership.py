@@ -1073,7 +1073,7 @@ def test_steps_are_at_risk_until_a_checkpoint_holds_them_also_after_a_restart():
     chronicle = RunMetrics(rows_per_step=10)
     resumed = TrainState(step=40, reached=DataPosition(1, 0), rows_trained=400, commit=4).ledger
     trained = resumed.model_copy(update={"commit": 5, "rows_trained": 500})
-    saved = trained.model_copy(update={"checkpoint_commit": 5})
+    saved = trained.model_copy(update={"led": LeaderProgress(step=50, saved_step=50)})
     for ledger, num_steps in ((resumed, 0), (trained, 10), (saved, 0)):
         assert chronicle.as_event(ledger, 1, 0.0).values["risk/steps_undurable"] == num_steps
 

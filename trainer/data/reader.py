@@ -184,7 +184,7 @@ class _Opened:
     def num_faults(self, log: FaultLog) -> QuarantinedRows:
         faults = self.rows.faults
         assert faults is not None, "where faults are logged rows are marked"
-        return log.count(faults if self.order is None else faults[self.order])
+        return log.count(faults)
 
 
 class RowReader:
@@ -209,7 +209,6 @@ class RowReader:
         self._order_of = lru_cache(2)(lambda epoch: order_of(epoch=epoch))
         self._keep_all = source.decoded_bytes <= CACHE_BYTES
         self._kept: dict[int, Rows] = {}
-        self._whole: Rows | None = None  # all of them
         self._epoch = -1
         self._place: _Place | None = None
         self._window: _Opened
@@ -277,11 +276,8 @@ class RowReader:
         groups, order = self._order_of(epoch).window(number)
         if not self._keep_all:
             return _Opened(self._decode(groups).take(order))
-        if self._whole is None:
-            self._keep(groups)
-        if self._whole is None:
-            return _Opened(concat_rows([self._kept[group] for group in groups]), order)
-        return _Opened(self._whole, self._source.row_numbers(groups)[order])
+        self._keep(groups)
+        return _Opened(concat_rows([self._kept[group] for group in groups]), order)
 
     def _keep(self, row_groups: tuple[int, ...]) -> None:
         """Decode those of these row groups that are not yet."""
@@ -291,9 +287,6 @@ class RowReader:
                 stop = start + int(self._source.group_rows[group])
                 self._kept[group] = rows.slice(start, stop)
                 start = stop
-        if len(self._kept) == len(self._source.group_rows):
-            self._whole = concat_rows([rows for _, rows in sorted(self._kept.items())])
-            self._kept.clear()
 
     def _count_bad_rows(self, window: int, found: QuarantinedRows) -> None:
         """Count a window's bad rows, once however often it is read; raises `TooManyBadRowsError`.

@@ -46,8 +46,8 @@ SESSION_COOKIE = "shardloom-session"
 CSRF_COOKIE = "shardloom-csrf"
 CSRF_HEADER = "x-csrf-token"
 LOGIN_PATH = "/login"
-# How long a stream may outlive its key.
-_RECHECK_S = 30.0
+# With the longest silence of a stream, 15 s, it outlives its key by half a minute.
+_RECHECK_S = 15.0
 _MAX_BUCKETS = 10_000
 
 

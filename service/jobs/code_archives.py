@@ -29,6 +29,7 @@ from trainer.protocol.code_archive import (
 )
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.untrusted import (
+    MAX_ENTRIES,
     list_untrusted,
     read_untrusted,
     remove_untrusted,
@@ -42,6 +43,8 @@ _NAME = re.compile(r"[0-9a-f]{64}\.zip")
 _DAY_S = 86400.0
 # Files may be stored as they are, each with two headers.
 _MAX_ARCHIVE_BYTES = 2 * MAX_UNPACKED_BYTES
+# What a look at their folder shows, but for some drafts.
+_MAX_UPLOADS = MAX_ENTRIES - 100
 
 
 class CodeGone(Exception):
@@ -56,12 +59,12 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
         raise InvalidRequest([FieldProblem(path="body", code="code", message=str(error))]) from None
     path = _upload_path(settings, summary.id)
     if _read(settings, path, summary.id) is None:
-        kept = sum(status.st_size for _, status in _uploads(settings))
-        if kept + len(data) > settings.code_max_bytes:
+        sizes = [status.st_size for _, status in _uploads(settings)]
+        if sum(sizes) + len(data) > settings.code_max_bytes or len(sizes) >= _MAX_UPLOADS:
             raise CodeStoreFull(
-                f"uploads of code take {kept} bytes, and {settings.code_max_bytes} is the most "
-                "that is kept; raise SHARDLOOM_CODE_MAX_BYTES, or lower "
-                "SHARDLOOM_CODE_RETENTION_DAYS"
+                f"{len(sizes)} uploads of code take {sum(sizes)} bytes; {_MAX_UPLOADS} and "
+                f"{settings.code_max_bytes} bytes are the most that is kept: raise "
+                "SHARDLOOM_CODE_MAX_BYTES, or lower SHARDLOOM_CODE_RETENTION_DAYS"
             )
         replace_untrusted(path, data, settings.runs_dir)
     _renewed(path)

@@ -21,6 +21,7 @@ from service.settings import Settings
 from tests.harness.builders import spec_document
 from tests.harness.service import Api, problem_in
 from trainer.protocol.code_archive import id_of, pack
+from trainer.protocol.untrusted import MAX_ENTRIES
 
 
 @pytest.fixture
@@ -116,6 +117,12 @@ def test_uploads_end_where_the_settings_say(tmp_path: Path, archive: bytes) -> N
     kept.write_bytes(b"x" * (2**20 - len(archive)))
     assert keep_code(settings, archive).id == id_of(archive)
     assert keep_code(settings, archive).id == id_of(archive)
+    kept.unlink()
+    kept.with_name(f"{id_of(archive)}.zip").unlink()
+    for number in range(MAX_ENTRIES - 100):
+        kept.with_name(f"{number:064x}.zip").touch()
+    with pytest.raises(CodeStoreFull, match="9900 uploads"):
+        keep_code(settings, archive)
 
 
 @pytest.mark.parametrize("name", ["../evil.py", "/evil.py", "code/../../evil.py", "loose.py"])

@@ -175,7 +175,8 @@ def _may_be_in_flight(job: Job, attempt: Attempt, now: float) -> bool:
     if attempt.submitted_at is None and not is_stopping(job) and not job.pause_requested:
         return True
     sent_at = [sent for sent in (attempt.last_submit_at, attempt.submitted_at) if sent is not None]
-    return bool(sent_at) and now - max(sent_at) < NOT_FOUND_GRACE_S
+    # Clocks of replicas may differ by a little; one that was set back by more is not waited for.
+    return bool(sent_at) and abs(now - max(sent_at)) < NOT_FOUND_GRACE_S
 
 
 def _explain(job: Job, attempt: Attempt, observation: Observation) -> ReportedEnd:

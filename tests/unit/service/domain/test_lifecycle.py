@@ -77,7 +77,10 @@ def test_the_reason_of_an_end_decides_about_retry_and_budget() -> None:
 
 def test_an_unknown_submission_is_given_time_to_arrive() -> None:
     job, attempt = live_job()
-    assert decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S - 1) == Decision(job, attempt)
+    for waited_s in (NOT_FOUND_GRACE_S - 1, -1.0):
+        assert decide(job, attempt, NOT_FOUND, NOW + waited_s) == Decision(job, attempt)
+    set_back = decide(job, attempt, NOT_FOUND, NOW - 3600)
+    assert set_back.attempt.end_reason is EndReason.FORGOTTEN, "the clock was set back"
     decision = decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S)
     assert decision.attempt.end_reason is EndReason.FORGOTTEN
     assert decision.job.status is JobStatus.QUEUED

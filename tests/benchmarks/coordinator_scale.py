@@ -320,10 +320,9 @@ class SimulatedAgents:
     def _arrival_of(self, group: int) -> Arrive:
         verdict = self._verdicts.get(group)
         if verdict is None:
-            return Arrive(standing="initial", commit=0)
+            return Arrive(commit=0)
         lease = Lease.model_validate(verdict["leases"][0])
         return Arrive(
-            standing="current",
             commit=verdict["ledger"]["commit"],
             leases=(lease.id,),
             num_rows=lease.num_rows,

@@ -264,7 +264,6 @@ class Arrive(Message):
     """
 
     kind: Literal["arrive"] = "arrive"
-    standing: GroupState
     commit: Count
     leases: tuple[Count, ...] = ()
     num_rows: Count = 0

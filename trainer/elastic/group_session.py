@@ -311,7 +311,6 @@ class GroupSession(Session):
         loss, weight = interval.sums.tolist()
         is_finite = math.isfinite(loss)
         return Arrive(
-            standing=self.standing,
             commit=self.ledger.commit,
             leases=interval.leases,
             num_rows=interval.num_rows,

@@ -61,7 +61,6 @@ import torch.distributed as dist
 from trainer.coordination.client import LONGEST_S, CoordinatorClient
 from trainer.coordination.messages import (
     Arrive,
-    GroupState,
     Round,
     RoundMember,
     RoundResult,
@@ -469,17 +468,16 @@ def _first_line(error: RuntimeError) -> str:
 class Attempt:
     """One try at a sync: what is averaged, the averages once they are formed, and how it ended.
 
-    `standing` is that with which the group arrived. `rows` are those in it, or None when it has
-    all; `moment_rows` those whose moments are in it. Where
-    training goes on meanwhile, `touched` are the rows that this rank had touched by then, and
+    `rows` are those in it, or None when it has all; `moment_rows` those whose moments are in it.
+    Where training goes on meanwhile, `touched` are the rows that this rank had touched by then, and
     `ended` their bases. `checksums` are those of its vote. `measured` are the sums over all
     validation rows, where the round joins them.
     `error` says why this rank could not go through with it, `suspects` names the groups that it
-    could not reach, and who `gave_up` was told to. `is_settled` says that the `result` is applied.
+    could not reach, and who `gave_up` was told to. `is_settled` says that the `result` is applied,
+    and `is_demoted` that the group has to forget by it what it trained.
     """
 
     round: Round
-    standing: GroupState
     rows: Rows | None
     moment_rows: Rows | None
     pending: PendingSync | None = None
@@ -492,6 +490,7 @@ class Attempt:
     gave_up: bool = False
     result: RoundResult | None = None
     is_settled: bool = False
+    is_demoted: bool = False
 
 
 @dataclass(frozen=True)
@@ -548,6 +547,7 @@ class GroupSync:
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
         self._round = 0
+        self._is_current = False
         self._is_closed = False
         self._attempt: Attempt | None = None
         self._await_verdict: Callable[[], None] | None = None
@@ -613,9 +613,8 @@ class GroupSync:
                 self._settle(attempt)
             result = attempt.result
             assert result, "it is settled"
-            is_demoted = attempt.standing == "current" != result.standing
             is_over = result.committed or result.should_leave or result.has_finished
-            if is_over or is_demoted or attempt.round.overlaps:
+            if is_over or attempt.is_demoted or attempt.round.overlaps:
                 num_bytes, self._num_bytes = self._num_bytes, 0
                 numbers, rows = self._numbers, attempt.rows
                 report = SyncReport(num_bytes, numbers.density(rows), numbers.counts(rows))
@@ -629,7 +628,7 @@ class GroupSync:
         update = {"has_copied": is_copied, "copied_bytes": num_copied}
         round_ = self._client.arrive(arrival.model_copy(update=update))
         self._round, self.members = round_.round, round_.members
-        attempt = Attempt(round_, arrival.standing, self._numbers.none(), self._numbers.none())
+        attempt = Attempt(round_, self._numbers.none(), self._numbers.none())
         with self._noting_errors(attempt):
             self._attend(round_, is_copied)
             self._await_moments(round_)
@@ -704,6 +703,8 @@ class GroupSync:
             self._decide(attempt)
         result, attempt.is_settled = attempt.result, True
         assert result, "a verdict was waited for"
+        was_current, self._is_current = self._is_current, result.standing == "current"
+        attempt.is_demoted = was_current and not self._is_current
         self.measured = attempt.measured if result.committed else None
         if result.committed:
             assert not attempt.error, "a round commits when all ranks hold its averages"
@@ -715,7 +716,7 @@ class GroupSync:
             if self._touched and attempt.touched is not None:
                 self._touched.bits |= attempt.touched
                 self._base.resume_window(attempt.ended)
-        if result.standing == "current":
+        if self._is_current:
             assert not self._joiner or self._joiner.is_complete, "it counts once its copy is exact"
             self._stop_listening()
         elif self._joiner and result.standing == "initial":

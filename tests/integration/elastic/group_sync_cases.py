@@ -143,7 +143,6 @@ class Life:
         has_trained = self.standing == "current" and self.leases and num_rows > 0
         leases = tuple(lease.id for lease in self.leases[:num_leases]) if has_trained else ()
         self._make_arrival = lambda: Arrive(
-            standing=self.standing,
             commit=self.ledger.commit,
             leases=leases,
             num_rows=num_rows if has_trained else 0,

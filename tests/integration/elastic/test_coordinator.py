@@ -272,12 +272,12 @@ def test_members_travel_once_per_connection_and_their_weights_with_every_round(t
         authenticate(connection, TOKEN, coordinator.address, scaled(10))
         lines = connection.makefile("rwb")
         ask(lines, hello, "welcome")
-        roster, first = ask(lines, Arrive(standing="initial", commit=0), "round")
+        roster, first = ask(lines, Arrive(commit=0), "round")
         assert isinstance(roster, Roster) and isinstance(first, Round)
         assert [each.hosts for each in roster.members] == [("127.0.0.2",)]
         (result,) = ask(lines, Vote(round=1, commit=1, ok=True), "verdict")
         assert isinstance(result, RoundResult) and result.committed
-        arrival = Arrive(standing="current", commit=1, leases=(result.leases[0].id,), num_rows=5)
+        arrival = Arrive(commit=1, leases=(result.leases[0].id,), num_rows=5)
         # It is current now, which is a change; from here on its weight alone differs.
         current, second = ask(lines, arrival, "round")
         assert isinstance(current, Roster) and current.gone == ()
@@ -314,7 +314,7 @@ def meet(members: list[CoordinatorClient], pool: ThreadPoolExecutor):
     """The first round of `members`, each a group of one rank."""
     for member in members:
         member.join("initial", "seed-0", Ledger(), "")
-    arrivals = [pool.submit(m.arrive, Arrive(standing="initial", commit=0)) for m in members]
+    arrivals = [pool.submit(m.arrive, Arrive(commit=0)) for m in members]
     return [arrival.result(scaled(30)) for arrival in arrivals]
 
 
@@ -347,7 +347,7 @@ def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path)
             assert not early.done()
         with coordinating(port, tmp_path):
             verdicts = [members[1].vote(vote), early.result(scaled(30))]
-            arrive = Arrive(standing="initial", commit=0)
+            arrive = Arrive(commit=0)
             second = [pool.submit(m.arrive, arrive).result for m in members]
             rounds = [result(scaled(30)) for result in second]
         for member in members:
@@ -367,7 +367,7 @@ def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, 
         server = "trainer.elastic.coordinator.server"
         monkeypatch.setattr(f"{server}.Membership.on_arrive", lambda *_: [][0])
         with ThreadPoolExecutor(1) as pool:
-            arrival = pool.submit(member.arrive, Arrive(standing="initial", commit=0))
+            arrival = pool.submit(member.arrive, Arrive(commit=0))
             assert has_crashed.wait(scaled(30))
             member.close()
             assert isinstance(arrival.exception(), CoordinatorLost | None)
@@ -385,7 +385,7 @@ def test_whatever_silence_is_allowed_the_start_does_not_wait_for_ever_and_hangs_
     with ThreadPoolExecutor(1) as pool:
         try:
             member.join("initial", "seed-0", Ledger(), "")
-            arrival = pool.submit(member.arrive, Arrive(standing="initial", commit=0))
+            arrival = pool.submit(member.arrive, Arrive(commit=0))
             arrival.result(scaled(20))
             member.reporter.enter("train")
             wait_until(lambda: coordinator.status().departures, "the hang")

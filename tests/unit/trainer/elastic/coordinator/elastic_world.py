@@ -162,7 +162,6 @@ class SimGroup:
         has_finished = self.ledger.epoch == EPOCHS
         self.ask(
             Arrive(
-                standing=self.standing,
                 commit=self.ledger.commit,
                 leases=tuple(lease.id for lease in self.interval),
                 num_rows=self.num_rows,

@@ -966,9 +966,7 @@ def test_a_run_begins_from_the_most_commits_and_then_from_what_most_hold():
 def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss):
     groups = [group(0), group(1)]
     for each, num_rows, weight in zip(groups, (4, 12), weights, strict=True):
-        each.request = Arrive(
-            standing="current", commit=1, num_rows=num_rows, weight=weight, sums={"loss": 16.0}
-        )
+        each.request = Arrive(commit=1, num_rows=num_rows, weight=weight, sums={"loss": 16.0})
     opened = OpenRound(1, 1, 2, groups, {})
     assert opened.message_for(groups[0]).weights == pytest.approx(expected)
     assert opened.means == pytest.approx({"loss": loss})

@@ -154,24 +154,6 @@ def with_unseen_taken(hosts: Sequence[Host], runs: Iterable[GroupRun]) -> list[H
     return [replace(host, num_free=max(0, host.num_free - taken[host.address])) for host in hosts]
 
 
-@dataclass
-class ShortageTimer:
-    """Reports once that something has been lacking for `grace_s`."""
-
-    grace_s: float
-    _since: float | None = None
-    _is_reported: bool = False
-
-    def is_due(self, is_short: bool, now: float) -> bool:
-        if not is_short:
-            self._since, self._is_reported = None, False
-            return False
-        self._since = now if self._since is None else self._since
-        is_due = not self._is_reported and now - self._since >= self.grace_s
-        self._is_reported |= is_due
-        return is_due
-
-
 @dataclass(frozen=True)
 class RunnerConfig:
     """What stays the same over all runs of an attempt's groups. Times are in seconds.
@@ -211,7 +193,7 @@ class GroupRunLoop:
 
     def __post_init__(self) -> None:
         attempt = self.config.attempt
-        parallelism, recovery = attempt.spec.parallelism, attempt.spec.recovery
+        parallelism = attempt.spec.parallelism
         size = parallelism.group_size
         self._policy = GroupPolicy(
             group_size=size,
@@ -228,8 +210,8 @@ class GroupRunLoop:
         self._lost_at: dict[str, float] = {}  # when a group was lost last, by host
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
-        self._shortage = ShortageTimer(recovery.start_grace_s)
-        self._emptiness = ShortageTimer(recovery.start_grace_s)
+        self._short_since: float | None = None  # of groups
+        self._is_shortage_told = False
         self._size: int | None = None
         self._resize_cause = ""
         self._leaving: frozenset[str] = frozenset()  # hosts about which a save was asked for
@@ -524,7 +506,6 @@ class GroupRunLoop:
             len(start.hosts),
             use_gpu=attempt.use_gpu,
             node_ids=tuple(node_ids.get(address, "") for address in start.hosts),
-            waits_for_room=False,
         )
         if attempt.capacity:
             attempt.capacity.give(run.node_ids)
@@ -570,20 +551,30 @@ class GroupRunLoop:
         self.config.attempt.report_resize(before, size, self._resize_cause, restarted=False)
 
     def _check_shortage(self) -> Ended | None:
+        """Tell once that there have been too few groups for a while; ends a run that has none."""
         now, attempt = self.config.clock(), self.config.attempt
         num_groups, has_autoscaler = len(self._staying), attempt.capacity is not None
-        is_short = self._shortage.is_due(num_groups < self._policy.least, now)
+        if num_groups >= self._policy.least:
+            self._short_since, self._is_shortage_told = None, False
+            return None
+        self._short_since = now if self._short_since is None else self._short_since
+        if now - self._short_since < attempt.spec.recovery.start_grace_s:
+            return None
         message = (
             f"the cluster has room for {num_groups} groups of {self._policy.group_size} workers "
             "each, outside the hosts that are drained or excluded, and the job needs "
             f"{self._policy.least}"
         )
-        if self._emptiness.is_due(not self._groups and not has_autoscaler, now):
+        if not (self._groups or has_autoscaler):
             return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
-        if is_short and self._groups:
-            warn(attempt.writer, f"{message}; training goes on with fewer")
-        elif is_short and has_autoscaler:
-            warn(attempt.writer, f"{message}; the job waits for the autoscaler")
+        if not self._is_shortage_told:
+            then = (
+                "training goes on with fewer"
+                if self._groups
+                else "the job waits for the autoscaler"
+            )
+            warn(attempt.writer, f"{message}; {then}")
+        self._is_shortage_told = True
         return None
 
     def await_workers(self) -> None:

@@ -407,7 +407,6 @@ class JobRunner:
             current.num_workers,
             use_gpu=self.attempt.use_gpu,
             node_ids=tuple(host.node_id for host in current.hosts),
-            waits_for_room=not current.hosts,
         )
 
     def _attend(

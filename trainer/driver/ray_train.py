@@ -209,17 +209,16 @@ class Evicted(Exception):
 
 @dataclass(frozen=True)
 class TrainRun:
-    """Workers to start: `num_workers` of them, one on each of `node_ids` where that is given.
+    """Workers to start: `num_workers` of them, one on each of `node_ids` where these are given.
 
-    With `waits_for_room` Ray waits for room as long as it takes (and asks an autoscaler for it),
-    else the run ends with `no_room`.
+    The run ends with `no_room` where there is none on these. Without them Ray waits for room as
+    long as it takes, and asks an autoscaler for it.
     """
 
     config: WorkerConfig
     num_workers: int
     use_gpu: bool = False
     node_ids: tuple[str, ...] = ()
-    waits_for_room: bool = True
 
     @property
     def name(self) -> str:
@@ -307,7 +306,7 @@ def _trainer(run: TrainRun) -> Any:
             # Restarts are ours to count.
             failure_config=FailureConfig(
                 max_failures=0,
-                controller_failure_limit=-1 if run.waits_for_room else 0,
+                controller_failure_limit=0 if run.node_ids else -1,
             ),
         ),
     )

@@ -226,7 +226,6 @@ def test_groups_start_spread_and_pinned_and_the_coordinator_awaits_them(world: W
     assert world.wanted == ([0, 1, 2], 0)
     run = world.runs[1, 0][0]
     assert run.node_ids == ("node-b",)
-    assert not run.waits_for_room
     assert run.config.group
     assert run.config.group.actor_name == "coordinator"
 

@@ -350,7 +350,7 @@ def test_a_start_without_room_is_tried_again_and_at_last_left_to_ray(world: Worl
         world.plot = [(world.now + 20, world.end(no_room))]
         outcomes.append(world.runner.run_once(index))
     assert outcomes == [Restart()] * 4
-    assert [run.waits_for_room for run in world.launched] == [False, False, False, True]
+    assert [bool(run.node_ids) for run in world.launched] == [True, True, True, False]
     assert world.launched[-1].num_workers == 2
 
 
@@ -445,7 +445,7 @@ def test_a_pause_ends_the_attempt_at_once_while_its_workers_wait_for_room(world:
     world.is_nobody_there = True
     world.plot = [(3, world.files.pause_request_path.touch)]
     assert world.runner.run_once(0) == PAUSED_EARLY
-    assert world.launched[0].waits_for_room
+    assert not world.launched[0].node_ids
     assert world.now < 5
     assert world.told(events.Metrics), "the time that it waited is told"
 

@@ -63,7 +63,7 @@ Client = ShardloomClient
 
 
 def submit(
-    spec: JobSpec | Mapping[str, Any] | os.PathLike[str],
+    spec: JobSpec | Mapping[str, Any] | os.PathLike[str] | str,
     *,
     url: str | None = None,
     api_key: str | None = None,
@@ -75,7 +75,7 @@ def submit(
     `url` defaults to SHARDLOOM_URL, else to the local service. Raises `SpecError` for a file that
     holds no valid spec, `InvalidRequest` with the faulty fields, `ServiceUnreachable`.
     """
-    if isinstance(spec, os.PathLike):
+    if isinstance(spec, os.PathLike | str):
         spec = load_spec(Path(spec).read_text())
     with Client(url or usual_url(), api_key=api_key) as client:
         return client.submit(spec, secrets=secrets, idempotency_key=idempotency_key)

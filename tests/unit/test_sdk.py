@@ -31,11 +31,11 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HttpStu
 def test_mapping_typed_spec_and_file_submit_the_same_job(service: HttpStub) -> None:
     document = yaml.safe_load(EXAMPLE_SPEC.read_text())
     typed = shardloom.JobSpec.model_validate(document)
-    for spec in (document, typed, EXAMPLE_SPEC):
+    for spec in (document, typed, EXAMPLE_SPEC, str(EXAMPLE_SPEC)):
         assert shardloom.submit(spec).id == job_body()["id"]
     bodies = [json.loads(request.body) for request in service.received]
     sent = [shardloom.JobSpec.model_validate(body["spec"]) for body in bodies]
-    assert sent == [typed, typed, typed]
+    assert sent == [typed] * 4
 
 
 def test_a_submission_without_a_url_goes_to_the_local_stack(

@@ -367,9 +367,9 @@ class LookupCounter:
         numbers = {table: number for number, table in enumerate(self._dims)}
         return torch.tensor([numbers[shard.table] for shard in shards], dtype=torch.int64)
 
-    @torch.no_grad()
     def _count(self, places: _KernelTables, kernel: Any, args: Any, inputs: dict[str, Any]) -> None:
-        if not (self.sampling and kernel.training and inputs["indices"].numel()):
+        # Rows are updated in whichever mode a user's network has its tables.
+        if not (self.sampling and torch.is_grad_enabled() and inputs["indices"].numel()):
             return
         rows = looked_up(kernel, inputs["indices"], inputs["offsets"]).sort().values
         is_first = torch.ones_like(rows, dtype=torch.bool)

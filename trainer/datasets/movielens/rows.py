@@ -133,42 +133,28 @@ class RowBuilder:
         return self.history.residual.astype(np.float32)
 
     @cached_property
-    def _liked(self) -> _Chosen:
-        return _Chosen.of(self._residual > 0, self.movie_index)
-
-    @cached_property
-    def _disliked(self) -> _Chosen:
-        return _Chosen.of(self._residual < 0, self.movie_index)
+    def _chosen(self) -> dict[str, tuple[IntArray, IntArray]]:
+        """By column: movies of the rows that are meant, and how many come before each row [n + 1]."""
+        meant = {"history_liked": self._residual > 0, "history_disliked": self._residual < 0}
+        return {
+            name: (self.movie_index[rows], np.r_[0, np.cumsum(rows)])
+            for name, rows in meant.items()
+        }
 
     def _lists(self, rows: IntArray) -> dict[str, pa.ListArray]:
         movies = self.ratings.movie[rows]
         starts, ends = self.history.starts[rows], self.history.ends[rows]
         recent = np.maximum(starts, ends - self.history_length)
-        return {
+        found = {
             "genres": self.catalogue.genres.take(movies),
             "tokens": self.catalogue.tokens.take(movies),
             "history_movies": _lists_at(self.movie_index, recent, ends),
             "history_ratings": _lists_at(self._residual, recent, ends),
-            "history_liked": self._liked.last(starts, ends, self.history_length),
-            "history_disliked": self._disliked.last(starts, ends, self.history_length),
         }
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """The values of some rows, and how many such rows come before each row [n + 1]."""
-
-    values: IntArray
-    before: IntArray
-
-    @classmethod
-    def of(cls, chosen: NDArray[np.bool_], values: IntArray) -> _Chosen:
-        return cls(values[chosen], np.r_[0, np.cumsum(chosen)])
-
-    def last(self, starts: IntArray, ends: IntArray, limit: int) -> pa.ListArray:
-        """The last `limit` chosen values of each range of rows, oldest first."""
-        first, last = self.before[starts], self.before[ends]
-        return _lists_at(self.values, np.maximum(first, last - limit), last)
+        for name, (values, before) in self._chosen.items():
+            first, last = before[starts], before[ends]
+            found[name] = _lists_at(values, np.maximum(first, last - self.history_length), last)
+        return found
 
 
 def _lists_at(values: NDArray, starts: IntArray, ends: IntArray) -> pa.ListArray:

@@ -118,9 +118,10 @@ def test_lookups_hottest_rows_and_synced_rows_are_told_of_each_table() -> None:
     kernel(indices=IDS, offsets=OFFSETS)
     assert counter.parts()[0].sums.tolist() == [0, 0]
     counter.sampling = True
+    kernel.eval()
     with torch.no_grad():  # as in a validation
         kernel(indices=IDS, offsets=OFFSETS)
-    kernel.eval()  # as a user's network may have its tables, which learn all the same
+    # A user's network may have its tables so in a step, too, in which they learn all the same.
     kernel(indices=IDS, offsets=OFFSETS)
     for num_rows in (torch.tensor([2, 10]), None, torch.tensor([1, 10])):
         counter.add_sync(num_rows)

@@ -112,7 +112,7 @@ def cancel_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[Ch
             raise errors.JobEnded(job.id, job.status)
         return request_cancel(job, time.time(), actor)
 
-    cancelled = _change(store, job_id, change, **by)
+    cancelled = change_job(store, job_id, change, **by)
     if cancelled.status.is_terminal:
         update_job_file(cancelled, settings)
     return cancelled
@@ -129,7 +129,7 @@ def pause_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[Cha
             raise errors.JobEnded(job.id, job.status)
         return request_pause(job, time.time(), settings.pause_grace_s, actor)
 
-    return _change(store, job_id, change, **by)
+    return change_job(store, job_id, change, **by)
 
 
 def resume_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[ChangedBy]) -> Job:
@@ -140,7 +140,7 @@ def resume_job(store: JobStore, settings: Settings, job_id: str, **by: Unpack[Ch
             raise errors.JobNotPaused(job.id, job.status)
         return request_resume(job, time.time(), actor)
 
-    resumed = _change(store, job_id, change, **by)
+    resumed = change_job(store, job_id, change, **by)
     if resumed.current_attempt_id is not None and not resumed.pause_requested:
         try:
             in_time(
@@ -177,7 +177,7 @@ def restart_job(
             in_time(settings.runs_dir, partial(restore_from_trash, settings, job_id))
         return request_restart(job, chosen.path, chosen.step, time.time(), actor)
 
-    restarted = _change(store, job_id, change, **by)
+    restarted = change_job(store, job_id, change, **by)
     update_job_file(restarted, settings)
     return restarted
 
@@ -308,37 +308,31 @@ def _finish_deletion(store: JobStore, settings: Settings, job_id: str) -> None:
         logger.info("job %s was not deleted after all: it has its files again", job_id)
 
 
-# Calls what reads a job and writes it again while others write the job meanwhile; raises the
-# `StaleVersion` of the last try.
-retry_if_stale = retry(
-    retry=retry_if_exception_type(errors.StaleVersion),
-    stop=stop_after_attempt(_MAX_TRIES),
-    reraise=True,
-)
-
-
 def _check_version(job: Job, wanted: frozenset[int] | None) -> None:
     if wanted is not None and job.version not in wanted:
         asked = " or ".join(map(str, sorted(wanted)))
         raise errors.VersionChanged(job.id, asked, job.version)
 
 
-def _change(
+@retry(
+    retry=retry_if_exception_type(errors.StaleVersion),
+    stop=stop_after_attempt(_MAX_TRIES),
+    reraise=True,
+)
+def change_job(
     store: JobStore,
     job_id: str,
     change: Callable[[Job, str], Decision],
     actor: str = "user",
     versions: frozenset[int] | None = None,
 ) -> Job:
-    def attempt() -> Job:
-        job = store.get_job(job_id)
-        _check_version(job, versions)
-        decision = change(job, actor)
-        if decision.job == job:
-            return job
-        return store.update_job(decision.job, timeline=decision.timeline)
-
-    return retry_if_stale(attempt)()
+    """Store what `change` makes of a job for `actor`, anew while others write the job meanwhile."""
+    job = store.get_job(job_id)
+    _check_version(job, versions)
+    decision = change(job, actor)
+    if decision == Decision(job, None):
+        return job
+    return store.update_job(decision.job, timeline=decision.timeline)
 
 
 # ---- resize and drain
@@ -461,25 +455,22 @@ def _ask(
     change: Callable[[Job, ResizeRequest], ResizeRequest],
     kind: str,
     message: str,
-    actor: str = "user",
-    versions: frozenset[int] | None = None,
+    **by: Unpack[ChangedBy],
 ) -> ResizeRequest:
-    def attempt() -> ResizeRequest:
-        job = store.get_job(job_id)
-        _check_version(job, versions)
+    def ask(job: Job, actor: str) -> Decision:
         if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
             raise errors.JobNotRunning(job.id, "to place anew", job.status)
         known = _requested(store, job_id)
         changed = change(job, known)
-        if changed != known:
-            data = {**changed.model_dump(), "id": f"r-{secrets.token_hex(4)}"}
-            attempt_id, now = job.current_attempt_id, time.time()
-            event = TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, data)
-            # The version of the job lets one of two requests through, and a stopping job none.
-            store.update_job(job, timeline=[event])
-        return _place(store, run_dir_of(settings, job.id), job)
+        if changed == known:
+            return Decision(job, None)
+        data = {**changed.model_dump(), "id": f"r-{secrets.token_hex(4)}"}
+        attempt_id, now = job.current_attempt_id, time.time()
+        event = TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, data)
+        # The version of the job lets one of two requests through, and a stopping job none.
+        return Decision(job, None, timeline=(event,))
 
-    return retry_if_stale(attempt)()
+    return _place(store, run_dir_of(settings, job_id), change_job(store, job_id, ask, **by))
 
 
 def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:

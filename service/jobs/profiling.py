@@ -10,10 +10,10 @@ import contextlib
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Unpack
 
 from service.db.jobs import JobStore
+from service.domain.lifecycle import Decision
 from service.domain.models import Job, JobStatus, TimelineEvent
 from service.domain.timeline import _NAME_PATTERN, REQUESTED, WITHDRAWN, WRITTEN, Trace, traces_of
 from service.errors import (
@@ -23,9 +23,12 @@ from service.errors import (
     StorageUnavailable,
     TraceNotFound,
     TracePending,
+    reaching_storage,
 )
-from service.jobs.actions import retry_if_stale
-from service.jobs.run_storage import write_json
+from service.jobs.actions import ChangedBy, change_job
+from service.jobs.run_storage import run_dir_of, write_json
+from service.schemas.jobs import TraceRequested
+from service.settings import Settings
 from trainer.protocol.run_dir import RunDir, trace_name
 from trainer.protocol.untrusted import NotRegular, open_folder, open_untrusted
 from trainer.spec.base import FieldProblem
@@ -36,72 +39,59 @@ PATIENCE_S = 600.0
 _MAX_LINES = 5000
 
 
-@dataclass(frozen=True)
-class TraceRequest:
-    """Steps that somebody wants traced on some ranks of an attempt."""
-
-    id: str
-    attempt_id: str
-    num_steps: int
-    ranks: tuple[int, ...]
-
-    @property
-    def document(self) -> dict[str, object]:
-        """As in the file for the workers, and in the timeline."""
-        return {"id": self.id, "num_steps": self.num_steps, "ranks": list(self.ranks)}
-
-
 def request_trace(
-    store: JobStore, run_dir: RunDir, job_id: str, num_steps: int, ranks: Sequence[int]
-) -> TraceRequest:
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    num_steps: int,
+    ranks: Sequence[int],
+    **by: Unpack[ChangedBy],
+) -> TraceRequested:
     """Ask the workers of a running job for a trace of their next steps.
 
     Raises `JobNotFound`, `InvalidRequest`, and as conflicts `JobNotRunning` and `TracePending`;
     `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
     """
+    trace_id, chosen = f"t-{secrets.token_hex(4)}", sorted(set(ranks))
+    document: dict[str, Any] = {"id": trace_id, "num_steps": num_steps, "ranks": chosen}
+    run_dir = run_dir_of(settings, job_id)
 
-    def attempt() -> TraceRequest:
-        job = store.get_job(job_id)
-        request = _new_request(job, num_steps, ranks)
-        now = time.time()
-        _check_nothing_pending(_read_lines(store, job_id), request.attempt_id, now)
-        path = run_dir.attempt(request.attempt_id).trace_request_path
-        shown = ", ".join(str(rank) for rank in request.ranks)
+    def told(job: Job, actor: str, kind: str, message: str) -> Decision:
+        attempt_id, now = job.current_attempt_id, time.time()
+        event = TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, document)
+        return Decision(job, None, timeline=(event,))
+
+    def ask(job: Job, actor: str) -> Decision:
+        attempt_id = _traced_attempt(job, ranks)
+        _check_nothing_pending(_read_lines(store, job_id), attempt_id, time.time())
+        folder = run_dir.attempt(attempt_id).root
+        with reaching_storage(), open_folder(folder, run_dir.runs_dir, make=True):
+            pass  # Or there would be a line of what nobody is told.
+        shown = ", ".join(map(str, chosen))
+        # The version of the job lets one of two requests through, and a stopping job none.
         message = f"trace of {num_steps} step(s) on rank(s) {shown} requested"
-        event = _event(job, request, now, REQUESTED, message, "user")
-        is_told = False
-        try:
-            with open_folder(path.parent, run_dir.runs_dir, make=True):
-                # The version of the job lets one of two requests through, and a stopping job none.
-                store.update_job(job, timeline=[event])
-            is_told = True
-            write_json(path, request.document, run_dir.runs_dir)
-        except OSError as error:
-            if is_told:
-                _withdraw(store, job_id, request, str(error))
-            raise StorageUnavailable(str(error)) from error
-        return request
+        return told(job, actor, REQUESTED, message)
 
-    return retry_if_stale(attempt)()
+    def withdraw(job: Job, actor: str) -> Decision:
+        message = f"the trace {trace_id} is withdrawn: its request cannot be written"
+        return told(job, actor, WITHDRAWN, message)
 
-
-def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -> None:
-    """Tell that a request never reached the workers, so that the next one need not wait for it.
-
-    Where others keep writing the job it is left to `PATIENCE_S`.
-    """
-    message = f"the trace {request.id} is withdrawn: its request cannot be written ({cause})"
-
-    def attempt() -> None:
-        job = store.get_job(job_id)
-        event = _event(job, request, time.time(), WITHDRAWN, message, "service")
-        store.update_job(job, timeline=[event])
-
-    with contextlib.suppress(StaleVersion):
-        retry_if_stale(attempt)()
+    asked = change_job(store, job_id, ask, **by)
+    assert asked.current_attempt_id is not None
+    try:
+        path = run_dir.attempt(asked.current_attempt_id).trace_request_path
+        write_json(path, document, run_dir.runs_dir)
+    except OSError as error:
+        # The next one need not wait for it then. Where others keep writing the job it does.
+        with contextlib.suppress(StaleVersion):
+            change_job(store, job_id, withdraw, "service")
+        raise StorageUnavailable(str(error)) from error
+    names = [trace_name(trace_id, rank) for rank in chosen]
+    return TraceRequested(**document, attempt_id=asked.current_attempt_id, names=names)
 
 
-def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest:
+def _traced_attempt(job: Job, ranks: Sequence[int]) -> str:
+    """The attempt whose ranks are traced; raises `InvalidRequest`, and `JobNotRunning`."""
     world_size = job.spec.parallelism.world_size
     unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
     if unknown:
@@ -109,15 +99,7 @@ def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest
         raise InvalidRequest([FieldProblem(f"ranks[{each}]", "rank", message) for each in unknown])
     if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
         raise JobNotRunning(job.id, "to trace", job.status)
-    chosen = tuple(sorted(set(ranks)))
-    return TraceRequest(f"t-{secrets.token_hex(4)}", job.current_attempt_id, num_steps, chosen)
-
-
-def _event(
-    job: Job, request: TraceRequest, now: float, kind: str, message: str, actor: str
-) -> TimelineEvent:
-    attempt_id, data = request.attempt_id, request.document
-    return TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, data)
+    return job.current_attempt_id
 
 
 def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now: float) -> None:

@@ -10,7 +10,14 @@ from fastapi import APIRouter, Query, Request, Response, status
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
-from service.api.deps import ContextDep, JobDep, ThreadRoute, on_storage, streamed
+from service.api.deps import (
+    ContextDep,
+    JobDep,
+    PrincipalDep,
+    ThreadRoute,
+    on_storage,
+    streamed,
+)
 from service.api.views import describe, exports_of
 from service.domain.timeline import Trace
 from service.errors import ExportPending
@@ -33,7 +40,6 @@ from service.schemas.jobs import (
     RequestTrace,
     TraceRequested,
 )
-from trainer.protocol.run_dir import trace_name
 
 code_router = APIRouter(prefix="/v1/code", tags=["code"], route_class=ThreadRoute)
 MEDIA_TYPE = "application/zip"
@@ -147,14 +153,15 @@ _CHUNK_BYTES = 1 << 18
     "", summary="Record the next steps of a running job", status_code=status.HTTP_202_ACCEPTED
 )
 @on_storage()
-def post_trace(body: RequestTrace, job: JobDep, context: ContextDep) -> TraceRequested:
+def post_trace(
+    body: RequestTrace, job: JobDep, context: ContextDep, principal: PrincipalDep
+) -> TraceRequested:
     """Ask the workers for a trace; it is listed once it is written.
 
     409 if the job does not run, or an earlier request is still being answered.
     """
-    run_dir = run_dir_of(context.settings, job.id)
-    asked = request_trace(context.store, run_dir, job.id, body.num_steps, body.ranks)
-    return TraceRequested(**vars(asked), names=[trace_name(asked.id, rank) for rank in asked.ranks])
+    store, settings, actor = context.store, context.settings, principal.name
+    return request_trace(store, settings, job.id, body.num_steps, body.ranks, actor=actor)
 
 
 @traces_router.get("", summary="Traces of a job")

@@ -54,7 +54,7 @@ def test_a_request_reaches_the_workers_as_a_whole_file_and_is_told(api: Api, job
     assert [found.name for found in path.parent.glob("trace-request*")] == [path.name]
     line = api.http.get(f"/v1/jobs/{job_id}/events?kind=trace_requested").json()["items"][0]
     wanted = "trace of 5 step(s) on rank(s) 0, 2 requested"
-    assert (line["actor"], line["message"]) == ("user", wanted)
+    assert (line["actor"], line["message"]) == ("local", wanted)
     pytest.importorskip("torch", reason="the workers' side of a trace needs torch.profiler")
     from trainer.training.profiling import TraceRequest
 

@@ -140,7 +140,7 @@ def staged_folder(target: str | Path, *, overwrite: bool, proof: str) -> Iterato
     folder = Location.parse(target)
     if not folder.is_local:
         raise StorageError(f"{folder} is remote; generate into a local folder, then copy it there")
-    out = folder.local_path
+    out = _without_links(folder).local_path
     check_replaceable(out, overwrite=overwrite, proof=proof)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as own:
@@ -304,7 +304,8 @@ def staged(
     Working files lie in a folder of their own, inside `work_folder` if one is named. Raises
     `OutputExistsError`, also where another process is preparing the same folder.
     """
-    for source in sources:
+    out = _without_links(out)
+    for source in map(_without_links, sources):
         if source.root == out.root and f"{source.path}/".startswith(f"{out.path.rstrip('/')}/"):
             raise OutputExistsError(f"{out} holds {source}, which is read; choose another folder")
     folder = _working_folder(out, work_folder)
@@ -328,6 +329,11 @@ def staged(
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without_links(place: Location) -> Location:
+    """Where symbolic links lead, so that nothing takes the place of a link."""
+    return Location.parse(place.local_path.resolve()) if place.is_local else place
 
 
 def _working_folder(out: Location, within: Path | None) -> Path:

@@ -134,7 +134,7 @@ class RowBuilder:
 
     @cached_property
     def _chosen(self) -> dict[str, tuple[IntArray, IntArray]]:
-        """By column: movies of the rows that are meant, and how many come before each row [n + 1]."""
+        """By column: movies of the rows it is about, and how many come before each row [n + 1]."""
         meant = {"history_liked": self._residual > 0, "history_disliked": self._residual < 0}
         return {
             name: (self.movie_index[rows], np.r_[0, np.cumsum(rows)])

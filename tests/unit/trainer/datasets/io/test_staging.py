@@ -103,6 +103,23 @@ def test_a_folder_that_somebody_makes_meanwhile_is_not_replaced_unasked(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "raw"]
 
 
+def test_a_link_stays_one_and_what_is_prepared_or_generated_lies_where_it_leads(tmp_path):
+    (tmp_path / "disk").mkdir()
+    for name in ("out", "raw"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+    for text in ("old", "new"):
+        prepare(tmp_path / "out", text, overwrite=text == "new")
+        with staged_folder(tmp_path / "raw", overwrite=True, proof="proof") as folder:
+            (folder / "proof").write_text(text)
+        assert (tmp_path / "out/part.txt").read_text() == text
+        assert (tmp_path / "raw/proof").read_text() == text
+        assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["out", "raw"]
+    sources = [Location.parse(tmp_path / "disk/out/part.txt")]
+    with pytest.raises(OutputExistsError, match="which is read"):
+        prepare(tmp_path / "out", overwrite=True, sources=sources)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_what_a_killed_generation_left_stops_no_other(tmp_path, monkeypatch):
     # Processes of containers have the same few numbers.
     (tmp_path / f".raw.partial-{os.getpid()}").mkdir()

@@ -41,6 +41,8 @@ _LOCK_S = 60.0
 _POLL_S = 2.0
 # Passes in a row that may fail over a sweep, and for how long, before it is given up.
 _MAX_FAULTS, _PATIENCE_S = 3, 60.0
+# For so long a trial waits for storage; a path that nobody may read stays so.
+_OUTAGE_S = 86_400.0
 # What is wrong with the service or its host, not with a sweep.
 _PASSING = (OSError, MemoryError, RuntimeError)
 
@@ -172,7 +174,8 @@ class SweepRunner:
                 checkpoint_root=self.settings.checkpoint_root,
             )
         except (SpecError, IdempotencyConflict) as error:
-            if sweep.status is SweepStatus.RUNNING and _is_of_storage(error):
+            may_pass = self.clock() - trial.created_at < _OUTAGE_S and _is_of_storage(error)
+            if sweep.status is SweepStatus.RUNNING and may_pass:
                 raise StorageUnavailable(str(error)) from error
             # Such as values that are not legal together: the search goes on without them.
             self.store.change_trial(trial, message=str(error))

@@ -305,6 +305,18 @@ def test_storage_that_is_away_delays_trials_and_keeps_no_sweep_from_ending(api, 
     assert len(trials_of(api, kept)) == 6
 
 
+def test_a_path_that_nobody_may_read_ends_a_sweep_after_a_day(api, create):
+    sweep_id, loop = create(num_trials=6, num_parallel=6), runner_of(api)
+    loop.clock = FakeClock(time.time())
+    with patch.object(submit, "in_time", side_effect=PermissionError(13, "Permission denied")):
+        for _ in range(8):
+            loop.poll()
+            loop.clock.now += 86_400.0
+    found = api.http.get(f"/v1/sweeps/{sweep_id}").json()
+    assert found["status"] == "FAILED"
+    assert "Permission denied" in found["trials"][0]["message"]
+
+
 def test_large_whole_numbers_are_searched_as_they_are(api, create):
     low, high = 2**63 - 2, 2**63 - 1
     largest = {"path": "checkpoint.every_steps", "low": low, "high": high}

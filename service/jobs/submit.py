@@ -37,6 +37,8 @@ _MANIFEST_NAME = "manifest.json"
 _MAX_MANIFEST_BYTES = 1 << 23
 _URL_SCHEMES = ("s3", "gs")
 _MAX_SHOWN_CHARS = 200
+# What the database keeps of the path of a checkpoint, without the names of job and step.
+_MAX_CHECKPOINT_PATH_CHARS = 900
 # Characters.
 _LONGER_THAN_IDS = 17
 
@@ -53,9 +55,13 @@ def check_data(spec: JobSpec) -> JobSpec:
     if (warm_start := spec.checkpoint.warm_start) is not None:
         mend = "give the checkpoints folder of a job, or one checkpoint in it"
         found.append(_place_problem(warm_start.path, "checkpoint.warm_start.path", mend))
-    if spec.checkpoint.path is not None:
+    if (path := spec.checkpoint.path) is not None:
         mend = "make it, on storage that all hosts of the cluster share"
-        found.append(_place_problem(spec.checkpoint.path, "checkpoint.path", mend))
+        found.append(_place_problem(path, "checkpoint.path", mend))
+        if len(path) > _MAX_CHECKPOINT_PATH_CHARS:
+            most = f"at most {_MAX_CHECKPOINT_PATH_CHARS}"
+            message = f"has {len(path)} characters; give one of {most}, or checkpoints get no rows"
+            found.append(FieldProblem("checkpoint.path", "too_long", message))
     problems = [problem for problem in found if problem is not None]
     if problems:
         raise SpecError(problems)

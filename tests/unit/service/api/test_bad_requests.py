@@ -84,6 +84,12 @@ def test_data_that_cannot_be_read_is_refused(api: Api, tmp_path: Path) -> None:
         assert len(str(path)) > 1000 or str(path) in fault["message"]
 
 
+def test_a_checkpoint_path_of_which_no_checkpoint_could_be_stored_is_refused(api: Api) -> None:
+    (fault,) = _refused(api, checkpoint={"path": f"s3://bucket/{'a' * 900}"})
+    assert (fault["path"], fault["code"]) == ("checkpoint.path", "too_long")
+    assert "at most 900" in fault["message"]
+
+
 def test_a_folder_to_start_from_that_is_not_there_is_refused(api: Api) -> None:
     (fault,) = _refused(api, checkpoint={"warm_start": {"path": "/nowhere/checkpoints"}})
     assert fault["path"] == "checkpoint.warm_start.path"

@@ -29,6 +29,8 @@ from trainer.protocol.events import Prediction
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+# Jobs estimate their ends themselves, and others in the queue count on these.
+_MAX_SPAN_S = 1e10
 _SECOND_UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -88,7 +90,7 @@ def size(num_bytes: float) -> str:
 
 def duration(seconds: float | None) -> str:
     """A span in its two largest units: `45s`, `3m 20s`, `2h 05m`, `4d 03h`."""
-    if seconds is None or not math.isfinite(seconds):
+    if seconds is None or not abs(seconds) < _MAX_SPAN_S:
         return NOTHING
     rest = max(0, int(seconds))
     for (unit_s, unit), (smaller_s, smaller) in pairwise(_SECOND_UNITS):

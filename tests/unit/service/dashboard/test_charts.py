@@ -115,6 +115,7 @@ def test_what_older_jobs_never_measured_is_optional_and_has_no_data() -> None:
         (wording.size, {512: "512 B", 84_300_000: "84.3 MB", 999_900: "1 MB"}),
         # The two largest units.
         (wording.duration, {0: "0s", 59.9: "59s", 200: "3m 20s", 7_500: "2h 05m", -3: "0s"}),
+        (wording.duration, {1e308: wording.NOTHING, math.nan: wording.NOTHING}),
         (wording.duration, {97 * 3600: "4d 01h", math.inf: wording.NOTHING, None: wording.NOTHING}),
         # Hours only when there are any.
         (wording.clock, {133: "+02:13", 3909: "+1:05:09"}),

@@ -133,48 +133,6 @@ class ReplicaRank:
     size: int
 
 
-class AbortTimer:
-    """Calls `abort`, once, where a block that is timed goes on beyond its limit or is given up.
-
-    The thread that runs the block may hang in a call that only ends with `abort`.
-    """
-
-    def __init__(self, abort: Callable[[], None], is_given_up: IsAborted) -> None:
-        self._abort, self._is_given_up = abort, is_given_up
-        self._changed = threading.Condition()
-        self._deadline: float | None = None
-        self._is_closed = False
-        self.has_fired = False
-        threading.Thread(target=self._watch, name="abort timer", daemon=True).start()
-
-    @contextmanager
-    def until(self, deadline: float) -> Iterator[None]:
-        """Time the block; `deadline` is of `time.monotonic`."""
-        with self._changed:
-            self._deadline = deadline
-            self._changed.notify()
-        try:
-            yield
-        finally:
-            self._deadline = None
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-
-    def _watch(self) -> None:
-        with self._changed:
-            while not (self._is_closed or self.has_fired):
-                deadline = self._deadline
-                self._changed.wait(None if deadline is None else _POLL.total_seconds())
-                if deadline is not None and deadline == self._deadline:
-                    self.has_fired = time.monotonic() > deadline or self._is_given_up()
-            is_due = self.has_fired
-        if is_due:
-            self._abort()
-
-
 def limit_nccl(timeout_s: float) -> None:
     """Let no call on a non-blocking communicator wait for NCCL for good.
 
@@ -230,12 +188,12 @@ class CrossGroupProcessGroup:
         self._is_aborted = is_aborted
         self._is_stuck = False  # an abandoned operation is still pending
         self._is_dropped = False
+        self._has_aborted = False  # as a call took too long, or was given up
         self._launching = threading.Lock()
         self._store = store  # torch's groups keep only what it is for C++
         self._backend: Gloo | Nccl | None = None
         try:
             self._peers = self._meet(address)
-            self._timer = AbortTimer(lambda: self._abort(self._backend), lambda: self._is_given_up)
             self._form()
         finally:
             if isinstance(store, RendezvousStore):
@@ -292,7 +250,7 @@ class CrossGroupProcessGroup:
                 )
         except RuntimeError as error:
             gave_up = self._is_given_up
-            cause = self._failure("connect") if self._timer.has_fired else error
+            cause = self._failure("connect") if self._has_aborted else error
             self.drop()
             message = f"no replica group was formed: {_first_line(cause)}"
             suspects = [] if gave_up else self._unreachable()
@@ -318,9 +276,9 @@ class CrossGroupProcessGroup:
     def _connect(self, backend: Nccl) -> None:
         """Connect the ranks now: the first exchange would wait for that."""
         limit_s = max(self._timeout_s, _CONNECT_S)
-        with self._timer.until(time.monotonic() + limit_s):
+        with self._aborting_at(time.monotonic() + limit_s):
             backend.eager_connect_single_device(self._device)
-        if self._timer.has_fired:
+        if self._has_aborted:
             raise self._failure("connect")
         options = dist.BarrierOptions()
         options.device_ids = [self._device.index or 0]
@@ -361,7 +319,7 @@ class CrossGroupProcessGroup:
             return "the group was dropped meanwhile"
         deadline = time.monotonic() + limit_s
         try:
-            with self._timer.until(deadline):
+            with self._aborting_at(deadline):
                 self._is_stuck = True
                 with self._launching:
                     work = start(backend)
@@ -376,14 +334,36 @@ class CrossGroupProcessGroup:
         except RuntimeError as error:
             return self._cause_of(error)
         # What was aborted may look like what succeeded.
-        if self._timer.has_fired or self._is_dropped:
+        if self._has_aborted or self._is_dropped:
             return str(self._failure("answer"))
         self._advance()
         return ""
 
+    @contextmanager
+    def _aborting_at(self, deadline: float) -> Iterator[None]:
+        """Abort the group where the block goes on beyond a `deadline`, or is given up.
+
+        A call of NCCL may hang that only ends so; of gloo none does.
+        """
+        has_ended = threading.Event()
+
+        def watch() -> None:
+            while not has_ended.wait(_POLL.total_seconds()):
+                if time.monotonic() > deadline or self._is_given_up:
+                    self._has_aborted = True
+                    self._abort(self._backend)
+                    return
+
+        if self._device.type == "cuda":
+            threading.Thread(target=watch, name="abort timer", daemon=True).start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+
     def _cause_of(self, error: RuntimeError) -> str:
         """What went wrong with an operation that failed, or was aborted as it took too long."""
-        return str(self._failure("answer")) if self._timer.has_fired else _first_line(error)
+        return str(self._failure("answer")) if self._has_aborted else _first_line(error)
 
     def _is_over(self, work: dist.Work) -> bool:
         """Whether `work` has ended, successfully or not; waits a little for it."""
@@ -415,7 +395,6 @@ class CrossGroupProcessGroup:
     def drop(self) -> None:
         """Close the sockets, so that nobody waits for this rank. Harmless when repeated."""
         self._is_dropped = True
-        self._timer.close()
         held = [self._backend]
         self._backend = None
         if held[0] is None:

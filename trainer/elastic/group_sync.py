@@ -48,7 +48,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -69,7 +69,7 @@ from trainer.coordination.messages import (
 )
 from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
 from trainer.elastic.rendezvous import RendezvousStore
-from trainer.parallel.collectives import Block, ReplicaCollectives
+from trainer.parallel.collectives import Block, ReplicaCollectives, in_background
 from trainer.parallel.divergence import checksum
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.row_store import RowStore
@@ -258,15 +258,7 @@ class CrossGroupProcessGroup:
 
     def _formed(self, form: Callable[[], Gloo]) -> Gloo:
         """Form a backend in a thread, which is left behind where this rank must not wait for it."""
-        forming: Future[Gloo] = Future()
-
-        def run() -> None:
-            try:
-                forming.set_result(form())
-            except BaseException as error:  # handed to whoever waits
-                forming.set_exception(error)
-
-        threading.Thread(target=run, name="forming", daemon=True).start()
+        forming = in_background(form, "forming")
         deadline = time.monotonic() + self._timeout_s + _ABORT_S
         while True:
             with suppress(TimeoutError):

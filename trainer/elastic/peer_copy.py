@@ -35,8 +35,9 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 
 import torch
@@ -45,6 +46,7 @@ from trainer.coordination.authentication import AuthenticatedServer, authenticat
 from trainer.coordination.client import Identity
 from trainer.coordination.messages import Count, Message, Round
 from trainer.elastic.rendezvous import PeerRequest, RendezvousServer, line_of
+from trainer.parallel.collectives import in_background
 from trainer.parallel.row_store import CachedRows, RowStore
 from trainer.parallel.touched_rows import RowNumbers, Rows
 
@@ -348,7 +350,7 @@ class Joiner:
         """
         if self._thread is not None and self._thread.done():
             problem, self._thread = self._thread.exception(), None
-            if isinstance(problem, OSError):
+            if isinstance(problem, OSError | Superseded):
                 logger.warning("the copy from %s broke off: %s", self._donor_address, problem)
             elif problem:
                 raise problem
@@ -362,9 +364,9 @@ class Joiner:
         if is_lost:
             self.close()
         if self._thread is None and address and not self._copy.is_complete:
-            self._donor_address, self._thread = address, Future()
-            work = (self._thread, self._copy, self._copy.roll_back(), address, donors)
-            threading.Thread(target=self._run, args=work, name="joiner", daemon=True).start()
+            self._donor_address = address
+            work = partial(self._fetch, self._copy, self._copy.roll_back(), address, donors)
+            self._thread = in_background(work, "joiner")
         if self._donor_address:
             self._commit = round.commit - 1
         return has_missed
@@ -387,22 +389,6 @@ class Joiner:
         if self._commit is not None:
             self._commit += 1
             self._has_applied |= not is_idle
-
-    def _run(
-        self,
-        done: Future[None],
-        copy: LiveCopy,
-        ticket: int,
-        address: str,
-        donors: Collection[Incarnation],
-    ) -> None:
-        try:
-            with suppress(Superseded):
-                self._fetch(copy, ticket, address, donors)
-        except BaseException as error:  # `attend` raises it in the rank's thread
-            done.set_exception(error)
-        else:
-            done.set_result(None)
 
     def _fetch(
         self, copy: LiveCopy, ticket: int, address: str, donors: Collection[Incarnation]

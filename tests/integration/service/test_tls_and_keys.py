@@ -52,12 +52,6 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TlsServ
     made.kill()
 
 
-def test_a_service_without_any_key_says_how_to_make_one(service: TlsService) -> None:
-    done = service.run_to_the_end()
-    assert done.returncode == 1
-    assert "shardloom keys create NAME --admin" in done.stderr
-
-
 def test_from_the_first_key_to_a_driver_that_posts(
     service: TlsService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from service.api.views import sweep_detail
 from service.client.client import ShardloomClient
@@ -30,7 +28,7 @@ from service.client.errors import (
     TraceLost,
     UnexpectedAnswer,
 )
-from service.client.transport import DEFAULT_URL, RetryBudget, RetryPolicy
+from service.client.transport import DEFAULT_URL, RetryPolicy
 from service.domain.models import JobStatus
 from service.domain.sweeps import Sweep, SweepStatus
 from service.schemas.jobs import ResizeRequestOut, TraceRequested
@@ -415,27 +413,6 @@ def test_a_stream_of_an_unknown_job_is_not_found_at_once():
     with pytest.raises(NotFound):
         list(script.client().follow_logs("nobody"))
     assert script.clock.slept == []
-
-
-@given(num_failures=st.integers(1, 100_000), jitter=st.floats(0.0, 0.999))
-def test_backoff_is_bounded(num_failures, jitter):
-    policy = RetryPolicy()
-    delay_s = policy.delay_s(num_failures, jitter)
-    assert policy.first_delay_s / 2 <= delay_s <= policy.max_delay_s
-
-
-@given(num_retries=st.integers(0, 12), patience_s=st.floats(0.0, 1000.0))
-def test_failures_end_after_the_retries_and_the_patience(num_retries, patience_s):
-    script, error = Script(), ServiceUnreachable("http://nobody", "gone")
-    policy = RetryPolicy(num_retries=num_retries)
-    budget = RetryBudget(policy, patience_s, script.clock.sleep, script.clock)
-    with pytest.raises(ServiceUnreachable):
-        while True:
-            budget.wait(error)
-    assert len(script.clock.slept) >= num_retries
-    assert script.clock.now >= patience_s
-    if len(script.clock.slept) > num_retries:
-        assert script.clock.now < patience_s + policy.max_delay_s
 
 
 def _archive(*members: tuple[str, bytes | str]) -> httpx.Response:

@@ -53,28 +53,11 @@ def test_slow_steps_stretch_the_limit() -> None:
     assert len(detector.hangs(41)) == 1
 
 
-def test_who_waits_for_other_groups_does_not_hang() -> None:
-    detector = monitor()
-    detector.beat(A0, STILL, 0)
-    assert detector.hangs(100, waiting={A0.group}) == []
-    assert detector.hangs(109) == []
-    assert len(detector.hangs(111)) == 1
-
-
 def test_of_one_group_the_rank_that_stopped_first_is_named() -> None:
     detector = monitor()
     detector.beat(A1, STILL, 0)
     detector.beat(A0, STILL, 1)
     assert [hang.rank for hang in detector.hangs(50)] == [A1]
-
-
-def test_ranks_that_wait_for_one_which_waits_for_storage_do_not_hang() -> None:
-    detector = monitor()
-    detector.beat(A0, STILL, 0)
-    waits = Heartbeat(progress=2, phase="data_wait")
-    detector.beat(A1, waits, 5)
-    assert detector.hangs(50) == []
-    assert [hang.rank for hang in detector.hangs(106)] == [A0]
 
 
 @given(st.lists(st.floats(0, 100), max_size=8), st.floats(0.1, 100))

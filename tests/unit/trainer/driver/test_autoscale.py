@@ -23,7 +23,6 @@ from trainer.driver.autoscale import (
     bundles_of,
     pending_of,
     revise,
-    with_reserved,
 )
 from trainer.driver.cluster import Host
 from trainer.protocol import events
@@ -62,12 +61,6 @@ def test_after_a_revision_there_is_an_ask_for_every_wish_and_no_other(
         assert "gone" not in ask.node_ids
 
 
-@given(st.lists(wishes, max_size=6))
-def test_what_is_wanted_still_is_asked_for_once(wanted: list[CapacityRequest]) -> None:
-    asked = [PendingCapacity(str(index), wish) for index, wish in enumerate(wanted)]
-    assert revise(wanted, asked, ADDRESSES) == ([], [])
-
-
 def test_room_that_came_is_kept_although_hosts_are_to_be_avoided_now_unless_it_is_on_them() -> None:
     held = PendingCapacity("1", CapacityRequest(2), ("na", "nb"))
     elsewhere, there = (
@@ -86,16 +79,6 @@ def test_of_two_asks_the_one_that_holds_room_stays() -> None:
     assert revise([CapacityRequest(1)], [waiting, held], ADDRESSES) == (["1"], [])
     # A large job asks for so much at a time.
     assert len(revise([CapacityRequest(1)] * 500, (), {})[1]) == MAX_PENDING
-
-
-def test_held_room_is_free_for_the_job_that_holds_it() -> None:
-    hosts = [host("a", 4, 1), host("b", 2, 0)]
-    known = [
-        PendingCapacity("1", CapacityRequest(2), ("na", "nb")),
-        PendingCapacity("2", CapacityRequest(1)),
-        PendingCapacity("3", CapacityRequest(1), ("nb",)),
-    ]
-    assert [each.num_free for each in with_reserved(hosts, known)] == [2, 2]
 
 
 def test_a_group_on_one_host_is_one_bundle_and_any_other_one_for_each_worker() -> None:

@@ -25,12 +25,6 @@ def start_of(lease: Lease | None) -> int:
     return lease.spans[0][0]
 
 
-def test_a_lease_is_one_interval_and_less_at_the_end_of_an_epoch():
-    book = LeaseBook(num_rows=10, epochs=2, rows_per_lease=4)
-    spans = spans_of(lease for _, lease in leased(book, 1))
-    assert spans == [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 4), (1, 4, 8), (1, 8, 10)]
-
-
 @pytest.mark.parametrize(
     ("speeds", "lengths"),
     [

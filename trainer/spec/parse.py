@@ -98,7 +98,7 @@ def apply_overrides(document: Any, overrides: Sequence[str]) -> Any:
         path, separator, text = override.partition("=")
         if not separator:
             raise _refused(override, "an override reads path.to.field=value")
-        _set_path(result, _keys_of(path), parse_document(text), path)
+        _set_path(result, path, parse_document(text))
     return result
 
 
@@ -109,9 +109,8 @@ def set_values(document: Any, values: Mapping[str, Any]) -> Any:
     """
     result = _copy_of(document)
     for path, value in values.items():
-        keys = _keys_of(path)
         check_depth(value, path)
-        _set_path(result, keys, value, path)
+        _set_path(result, path, value)
     return result
 
 
@@ -146,16 +145,12 @@ def _tree_of(value: Any) -> Any:
     return [_tree_of(below) for below in value] if isinstance(value, list) else value
 
 
-def _keys_of(path: str) -> list[str | int]:
+def _set_path(document: Any, path: str, value: Any) -> None:
     if len(path) > _MAX_PATH_CHARS or not _PATH_PATTERN.fullmatch(path):
         raise _refused(path, "a path reads path.to[0].field")
-    return [
+    *parents, last = keys = [
         int(part[1:-1]) if part.startswith("[") else part for part in _PART_PATTERN.findall(path)
     ]
-
-
-def _set_path(document: Any, keys: list[str | int], value: Any, path: str) -> None:
-    *parents, last = keys
     for key, following in zip(parents, keys[1:], strict=True):
         if isinstance(document, dict) and isinstance(key, str):
             if document.get(key) is None:

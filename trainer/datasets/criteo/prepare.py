@@ -25,7 +25,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from rich.progress import Progress
 
@@ -148,7 +147,6 @@ def prepare_criteo(
         # What was read is the same whatever is done about lines that cannot be.
         "options": options.model_dump(exclude={"on_bad_line", "max_bad_lines"}),
         "files": [str(file) for file in files],
-        "libraries": [np.__version__, pl.__version__, pa.__version__],
     }
     with (
         staged(

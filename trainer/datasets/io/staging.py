@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import io
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -315,7 +317,10 @@ def staged(
     _make_private(folder)
     with _alone_in(folder):
         _check_ours(folder)
-        journal = Journal(folder, {"out": str(out), **work}, keep=(_UPLOADS,))
+        # Others may round and compress to other bytes.
+        libraries = [np.__version__, pl.__version__, pa.__version__, platform.machine()]
+        whole_work = {"out": str(out), "libraries": libraries, **work}
+        journal = Journal(folder, whole_work, keep=(_UPLOADS,))
         staging = Staging(out, journal, overwrite=overwrite)
         try:
             yield staging

@@ -13,7 +13,6 @@ way is a recorded part (`io/journal.py`): a run that was killed resumes, to the 
 
 from __future__ import annotations
 
-import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -121,7 +120,6 @@ def prepare_movielens(
     work = {
         "kind": "movielens",
         "version": VERSION,
-        "libraries": [np.__version__, pl.__version__, pa.__version__, platform.machine()],
         "source": str(source),
         "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},
         "options": options.model_dump(),

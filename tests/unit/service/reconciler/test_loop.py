@@ -569,39 +569,31 @@ def test_storage_that_hangs_fails_its_own_calls_only_and_later_ones_at_once() ->
     assert in_time(hung, lambda: 8) == 8
 
 
-def test_calls_for_one_job_leave_storage_to_others() -> None:
+@pytest.mark.parametrize(
+    ("owners", "most", "words"),
+    [
+        (["job-1"] * storage.MAX_HANGING, storage.MAX_OF_ONE, "job-1 wrote there"),
+        ([f"job-{n}" for n in range(storage.MAX_HANGING)], storage.MAX_OWNED, "jobs wrote there"),
+    ],
+)
+def test_calls_for_one_job_and_for_many_leave_storage_to_others(
+    owners: list[str], most: int, words: str
+) -> None:
     release, busy = threading.Event(), Path("/mnt/busy")
-    with ThreadPoolExecutor(2 * storage.MAX_HANGING) as pool:
-        late = [
-            pool.submit(in_time, busy, lambda: release.wait(scaled(60)), scaled(1.0), "job-1")
-            for _ in range(2 * storage.MAX_HANGING)
-        ]
-        assert {type(each.exception()) for each in late} == {TimeoutError}
-    assert storage.hanging() == {str(busy): storage.MAX_OF_ONE}
-    with pytest.raises(TimeoutError, match="job-1 wrote there"):
-        in_time(busy, lambda: pytest.fail("it is not called"), owner="job-1")
-    assert in_time(busy, lambda: 7, owner="job-2") == in_time(busy, lambda: 7) == 7
-    release.set()
-    wait_for(lambda: not storage._hanging, "the calls to return")
-    assert in_time(busy, lambda: 8, owner="job-1") == 8
-
-
-def test_however_many_jobs_keep_storage_busy_half_of_it_is_left_to_what_is_for_none() -> None:
-    release, busy = threading.Event(), Path("/mnt/shared")
-    owners = [f"job-{number}" for number in range(storage.MAX_HANGING)]
     with ThreadPoolExecutor(len(owners)) as pool:
         late = [
             pool.submit(in_time, busy, lambda: release.wait(scaled(60)), scaled(1.0), owner)
             for owner in owners
         ]
         assert {type(each.exception()) for each in late} == {TimeoutError}
-    assert storage.hanging() == {str(busy): storage.MAX_OWNED}
-    with pytest.raises(TimeoutError, match="jobs wrote there"):
-        in_time(busy, lambda: pytest.fail("it is not called"), owner="job-other")
-    assert in_time(busy, lambda: 7) == 7
+    assert storage.hanging() == {str(busy): most}
+    refused, served = ("job-1", ["job-2", ""]) if most == storage.MAX_OF_ONE else ("job-new", [""])
+    with pytest.raises(TimeoutError, match=words):
+        in_time(busy, lambda: pytest.fail("it is not called"), owner=refused)
+    assert [in_time(busy, lambda: 7, owner=owner) for owner in served] == [7] * len(served)
     release.set()
     wait_for(lambda: not storage._hanging, "the calls to return")
-    assert in_time(busy, lambda: 8, owner="job-other") == 8
+    assert in_time(busy, lambda: 8, owner=refused) == 8
 
 
 def test_a_mount_that_hangs_is_told_from_others_below_the_same_folder(

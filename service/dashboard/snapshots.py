@@ -51,17 +51,12 @@ def read_points(store: JobStore, job_id: str, names: Collection[str], known: Poi
     Once that has made them twice as many as a chart shows, they are read anew.
     """
     found: dict[str, Sequence[MetricPoint]] = {}
-    there = {*store.metric_names(job_id)} & {*names}
-    for name in names:
+    for name in {*names} & {*store.metric_names(job_id)}:
         old = known.get(name, ())
-        if name not in there or len(old) >= 2 * MAX_CHART_POINTS:
+        if len(old) >= 2 * MAX_CHART_POINTS:
             old = ()
         after = old[-1].step + 1 if old else None
-        newer = (
-            store.metric_points(job_id, name, from_step=after, max_points=MAX_CHART_POINTS)
-            if name in there
-            else ()
-        )
+        newer = store.metric_points(job_id, name, from_step=after, max_points=MAX_CHART_POINTS)
         if old or newer:
             found[name] = [*old, *newer]
     return found

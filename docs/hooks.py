@@ -185,17 +185,10 @@ def _in_order(schema: Schema, models: Schema) -> list[str]:
     found: dict[str, None] = {}
 
     def visit(part: Any) -> None:
-        if isinstance(part, dict):
-            reference = part.get("$ref")
-            name = _name(reference) if isinstance(reference, str) else None
-            if name and name not in found:
+        for name in re.findall(r'"#/\$defs/(\w+)"', json.dumps(part)):
+            if name not in found:
                 found[name] = None
                 visit(models[name])
-            for each in part.values():
-                visit(each)
-        elif isinstance(part, list):
-            for each in part:
-                visit(each)
 
     visit({key: value for key, value in schema.items() if key != "$defs"})
     return list(found)

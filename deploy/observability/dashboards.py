@@ -77,7 +77,7 @@ def _jobs() -> list[AnyPanel]:
             "Goodput, last 30 min",
             Query("job_id:shardloom_job_goodput_ratio:rate30m", "{{job_id}}"),
             unit="percentunit",
-            bounds=(0, 1),
+            most=1,
         ),
     ]
 
@@ -227,7 +227,7 @@ def _job_course() -> list[AnyPanel]:
             _of("shardloom_job_goodput_ratio", "of the attempt"),
             Query(f"job_id:shardloom_job_goodput_ratio:rate30m{{{_JOB}}}", "last 30 min"),
             unit="percentunit",
-            bounds=(0, 1),
+            most=1,
             text="Share of the workers' time that trained rows that count.",
         ),
         graph(
@@ -304,7 +304,7 @@ def ray() -> dashboard.Dashboard:
     }
     for title, share in shares.items():
         query = _by_node(share, how="avg")
-        panels.append(graph(title, query, unit="percentunit", bounds=(0, 1)))
+        panels.append(graph(title, query, unit="percentunit", most=1))
     # Ray tells it in MiB.
     gpu_memory = _by_node(f"{_newest('ray_node_gram_used')} * 1048576")
     panels.append(graph("GPU memory used", gpu_memory, unit="bytes"))

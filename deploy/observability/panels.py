@@ -60,10 +60,9 @@ def graph(
     text: str = "",
     width: int = 8,
     stacked: bool = False,
-    bounds: tuple[float | None, float | None] = (0, None),
+    most: float | None = None,
 ) -> timeseries.Panel:
-    """Lines over time, or areas on top of each other; `unit` in Grafana's words."""
-    lowest, highest = bounds
+    """Lines over time from 0 on, or areas on top of each other; `unit` in Grafana's words."""
     legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST)
     panel = (
         timeseries.Panel()
@@ -76,11 +75,10 @@ def graph(
         .legend(legend.placement(LegendPlacement.BOTTOM).show_legend(True))
         .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
         .fill_opacity(40 if stacked else 8)
+        .min(0)
     )
-    if lowest is not None:
-        panel = panel.min(lowest)
-    if highest is not None:
-        panel = panel.max(highest)
+    if most is not None:
+        panel = panel.max(most)
     if stacked:
         panel = panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
     for ref_id, query in zip(_ref_ids(len(queries)), queries, strict=True):

@@ -134,13 +134,15 @@ def decide(policy: GroupPolicy, view: View) -> list[Action]:
     starts_soon = _starts(policy, view.once_all_may_start)
     is_start_due = any(not start.is_spare for start in starts_soon)
     trained = [group for group in moving if not group.is_spare]
+    moves = _moves(view, trained, staying, is_start_due=is_start_due)
     return [
         *promoted,
         *_starts(policy, view),
         *(Retire(group.group, "drain") for group in moving if group.is_spare),
         # Those that wait for others to take their place are no more than these would be.
-        *(_moves(view, trained, staying, is_start_due=is_start_due) or _surplus(view, trained)),
-        *_surplus(view, staying),
+        *(moves or _surplus(trained, view.target)),
+        *_surplus(staying, view.target),
+        *_surplus(spares, policy.num_spares),  # as of hosts that are drained no more
     ]
 
 
@@ -288,10 +290,10 @@ def _moves(
     return [Retire(group.group, "drain") for group in moving]
 
 
-def _surplus(view: View, groups: Sequence[PlacedGroup]) -> list[Retire]:
-    """Groups beyond the target: those that do not train yet first, then by the highest number."""
-    num_surplus = len(groups) - view.target
+def _surplus(groups: Sequence[PlacedGroup], target: int) -> list[Retire]:
+    """Groups beyond the target: those that are starting first, then by the highest number."""
+    num_surplus = len(groups) - target
     if num_surplus <= 0:
         return []
-    by_worth = sorted(groups, key=lambda group: (group.phase == "training", -group.group))
+    by_worth = sorted(groups, key=lambda group: (group.phase != "starting", -group.group))
     return [Retire(group.group, "resize") for group in by_worth[:num_surplus]]

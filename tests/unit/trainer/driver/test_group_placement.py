@@ -206,6 +206,8 @@ def test_no_decision_breaks_a_promise(situation: tuple[GroupPolicy, View]) -> No
     num_spares = len(staying) - num_groups - len(promoted)
     new_spares = sum(start.is_spare for start in starts)
     assert num_spares + new_spares <= max(policy.num_spares, num_spares)
+    kept = [g for g in staying if g.is_spare and g.group not in retired | {*promoted}]
+    assert len(kept) <= policy.num_spares, "of a host that is drained no more one stays"
     assert not new_spares or num_groups + new == view.target, "groups come first"
     training = {g.group for g in view.groups if g.phase == "training"}
     assert not training or training - retired, "nobody is left to train"

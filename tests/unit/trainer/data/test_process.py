@@ -106,7 +106,10 @@ def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train
     ):
         next(batches)
     assert reason_of(killed.value) == HOST_OOM
-    with closing(ReaderProcess()) as ended, pytest.raises(RuntimeError, match="code 1") as broken:
+    with (
+        closing(ReaderProcess()) as ended,
+        pytest.raises(RuntimeError, match=r"code (1|None),") as broken,
+    ):
         ended.call(ended.make(eval, "[lambda: 0]"), "pop")  # what cannot be sent
     assert reason_of(broken.value) == WORKERS_LOST
     # Both hold the pipe that is read to its end.

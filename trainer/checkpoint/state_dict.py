@@ -53,44 +53,33 @@ _MAX_PROBLEMS = 5
 _SUFFIX = re.compile(r"\.columns_(\d+)_(\d+)$")
 
 
-@dataclass(frozen=True, order=True)
-class Columns:
-    """A range of a table's columns, `stop` excluded."""
-
-    start: int
-    stop: int
-
-    @property
-    def width(self) -> int:
-        return self.stop - self.start
-
-    def num_shared(self, other: Columns) -> int:
-        return max(0, min(self.stop, other.stop) - max(self.start, other.start))
+def _num_shared(columns: range, others: range) -> int:
+    return len(range(max(columns.start, others.start), min(columns.stop, others.stop)))
 
 
-def moment_key(key: str, columns: Columns, whole: Columns) -> str:
+def moment_key(key: str, columns: range, whole: range) -> str:
     """Where a checkpoint keeps the moments of `columns`; `key` is that of whole rows."""
     return key if columns == whole else f"{key}.columns_{columns.start}_{columns.stop}"
 
 
-def stored_columns(key: str, whole: Columns, stored_keys: Iterable[str]) -> list[Columns]:
+def stored_columns(key: str, whole: range, stored_keys: Iterable[str]) -> list[range]:
     """The column ranges whose moments a checkpoint holds, in order; `key` is that of whole rows."""
     ranges = []
     for stored in stored_keys:
         if stored == key:
             ranges.append(whole)
         elif stored.startswith(key) and (found := _SUFFIX.fullmatch(stored, len(key))):
-            ranges.append(Columns(int(found[1]), int(found[2])))
-    return sorted(ranges)
+            ranges.append(range(int(found[1]), int(found[2])))
+    return sorted(ranges, key=lambda columns: columns.start)
 
 
-def moments_of(wanted: Columns, stored: Mapping[Columns, torch.Tensor]) -> torch.Tensor:
+def moments_of(wanted: range, stored: Mapping[range, torch.Tensor]) -> torch.Tensor:
     """Moments [rows] fp64 of the columns `wanted`, from the [rows] of each range that shares any.
 
     The ranges must cover `wanted` and not overlap.
     """
-    terms = [values.double() * wanted.num_shared(columns) for columns, values in stored.items()]
-    return torch.stack(terms).sum(0) / wanted.width
+    terms = [values.double() * _num_shared(wanted, columns) for columns, values in stored.items()]
+    return torch.stack(terms).sum(0) / len(wanted)
 
 
 @dataclass(frozen=True)
@@ -103,8 +92,8 @@ class RowMoments:
 
     key: str
     num_rows: int
-    whole: Columns
-    columns: Columns
+    whole: range
+    columns: range
     row_offset: int
     values: torch.Tensor
 
@@ -196,14 +185,14 @@ def _row_moments(
     for key, value in row_wise.items():
         parameter, table, _ = key.removeprefix(_TABLE_STATE).rsplit(".", 2)
         num_rows, num_columns = weights[parameter].shape
-        whole = Columns(0, num_columns)
+        whole = range(num_columns)
         if not isinstance(value, DTensor):
             yield RowMoments(key, num_rows, whole, whole, 0, value)
             continue
         for shard in model.table_shards():
             if shard.table != table or not shard.weight.numel():
                 continue
-            columns = Columns(shard.column_offset, shard.column_offset + shard.weight.shape[1])
+            columns = range(shard.column_offset, shard.column_offset + shard.weight.shape[1])
             (values,) = shard.states.values()
             yield RowMoments(key, num_rows, whole, columns, shard.row_offset, values)
 
@@ -216,7 +205,7 @@ class _MomentTensors:
         self._num_rows: dict[str, int] = {}
         self._chunks: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
 
-    def add(self, moments: RowMoments, columns: Columns, values: torch.Tensor) -> torch.Tensor:
+    def add(self, moments: RowMoments, columns: range, values: torch.Tensor) -> torch.Tensor:
         """Exchange the rows of `moments`, but those of `columns`, by `values`; gives what is used.
 
         That is an earlier tensor where another column shard with the same rows has brought one.
@@ -242,11 +231,11 @@ class _MomentTensors:
 
 def _read(
     moments: RowMoments, sizes: Mapping[str, torch.Size], tensors: _MomentTensors
-) -> dict[Columns, torch.Tensor]:
+) -> dict[range, torch.Tensor]:
     """Ask for every stored range that shares columns; where each will be, by its columns."""
     into = {}
     for columns in stored_columns(moments.key, moments.whole, sizes):
-        if not moments.columns.num_shared(columns):
+        if not _num_shared(moments.columns, columns):
             continue
         is_same = columns == moments.columns
         values = moments.values if is_same else torch.empty_like(moments.values)
@@ -329,10 +318,10 @@ def _moment_misfits(
     for each in moments:
         stored = stored_columns(each.key, each.whole, sizes)
         found = {sizes[moment_key(each.key, columns, each.whole)] for columns in stored}
-        num_shared = sum(each.columns.num_shared(columns) for columns in stored)
+        num_shared = sum(_num_shared(each.columns, columns) for columns in stored)
         if not stored:
             yield f"it has no {_describe(each.key, tables)}"
-        elif found != {torch.Size([each.num_rows])} or num_shared != each.columns.width:
+        elif found != {torch.Size([each.num_rows])} or num_shared != len(each.columns):
             ranges = ", ".join(f"{c.start} to {c.stop - 1}" for c in stored)
             shapes = " and ".join(sorted(str(list(size)) for size in found))
             yield (

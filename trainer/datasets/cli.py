@@ -140,7 +140,7 @@ def prepare_criteo_command(
     ] = "vocabulary",
     min_count: Annotated[int, typer.Option(min=1, help="Rarer values are unknown (id 0).")] = 10,
     max_ids: Annotated[
-        int, typer.Option(min=1, help="Largest vocabulary of a column.")
+        int, typer.Option(min=1, max=2**31, help="Largest vocabulary of a column.")
     ] = 10_000_000,
     num_hash_buckets: Annotated[
         int, typer.Option(min=2, max=2**31, help="Ids of a column with --ids hashing.")
@@ -335,9 +335,13 @@ def prepare_movielens_command(
         typer.Option(help="Hold out the last ratings of all, or of each user."),
     ] = "per_user",
     validation_fraction: Annotated[float, typer.Option(min=0.001, max=0.999)] = 0.1,
-    history_length: Annotated[int, typer.Option(min=1, help="Earlier movies per row.")] = 10,
+    history_length: Annotated[
+        int, typer.Option(min=1, max=2**31, help="Earlier movies per row.")
+    ] = 10,
     min_token_count: Annotated[int, typer.Option(min=1, help="Rarer words are unknown.")] = 2,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Largest token vocabulary.")] = 20_000,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=2**31, help="Largest token vocabulary.")
+    ] = 20_000,
     num_partitions: Annotated[int, typer.Option(min=1, help="Most files per split.")] = 32,
     user_mean: Annotated[
         Literal["past", "training"],
@@ -356,8 +360,9 @@ def prepare_movielens_command(
         typer.Option(help="A rated movie without metadata: keep it without genres, or fail."),
     ] = "keep",
     delimiter: Annotated[str, typer.Option(help="What splits the cells of the csv files.")] = ",",
-    unit_rows: Annotated[int, typer.Option(min=1000, help="Ratings held in memory at a time.")] = 1
-    << 20,
+    unit_rows: Annotated[
+        int, typer.Option(min=1000, max=2**31, help="Ratings held in memory at a time.")
+    ] = 1 << 20,
     work_dir: Annotated[
         Path | None, typer.Option(help="Folder for working files, if not beside OUT.")
     ] = None,

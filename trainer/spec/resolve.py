@@ -45,7 +45,7 @@ def _largest_vocabulary(
         if size is None:
             raise ManifestError(
                 f"features[{index}].column: the manifest has no vocabulary size for "
-                f"'{feature.source_column}' (it has {', '.join(vocab_sizes)}); set "
+                f"'{feature.source_column}' (it has {', '.join(vocab_sizes) or 'none'}); set "
                 f"num_embeddings of table '{table.name}' or name another column"
             )
         sizes.append(size)

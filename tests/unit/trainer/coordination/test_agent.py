@@ -46,7 +46,7 @@ def test_a_group_greets_with_the_processes_of_all_its_ranks() -> None:
 
 
 def arrival(**values: object) -> Arrive:
-    return Arrive.model_validate({"standing": "current", "commit": 4} | values)
+    return Arrive.model_validate({"commit": 4} | values)
 
 
 def test_a_group_arrives_with_the_sums_of_its_ranks_and_what_holds_for_all_of_them() -> None:

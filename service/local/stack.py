@@ -399,7 +399,12 @@ class LocalStack:
 
     def _add_host(self, address: str | None = None, num_cores: int = CPUS_PER_HOST) -> str:
         state = self._running_state()
-        address = address or _next_address(state)
+        free = _next_address(state)
+        address = address or free
+        if not _may_be_host(address):
+            raise StackError(
+                f"{address} is no loopback address that a host can have to itself, as {free} is"
+            )
         if address in self.running_hosts() or address == NODE_IP:
             raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
         assert state.ray_address is not None
@@ -461,6 +466,15 @@ class LocalStack:
         if state.gcs_address is None:
             raise StackError("only a Ray that `shardloom up` started has hosts of this machine")
         return state
+
+
+def _may_be_host(address: str) -> bool:
+    """Whether an address is this machine's, and none that Ray replaces (`ray_node`)."""
+    try:
+        found = IPv4Address(address)
+    except ValueError:
+        return False
+    return found.is_loopback and found >= IPv4Address(NODE_IP)
 
 
 def _next_address(state: StackState) -> str:

@@ -313,6 +313,15 @@ def test_a_stack_that_runs_gets_the_hosts_that_it_lacks(monkeypatch, home):
     assert [*home.read_state().hosts] == ["127.0.0.3", "127.0.0.4"]
 
 
+@pytest.mark.parametrize("address", ["10.0.0.1", "127.0.0.1", "::1", "gpu-1"])
+def test_a_host_has_a_loopback_address_to_itself(home, monkeypatch, address):
+    keep_stack(home, service=THIS_PROCESS, **RAY_URLS)
+    monkeypatch.setattr(LocalStack, "_try_host", pytest.fail)
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    refused = shardloom("host", "add", address)
+    assert (refused.exit_code, "as 127.0.0.3 is" in refused.stderr) == (3, True)
+
+
 def test_a_ray_of_others_has_no_hosts_of_this_machine(home, monkeypatch):
     keep_stack(home, service=THIS_PROCESS, ray_address="http://elsewhere:8265")
     monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))

@@ -146,8 +146,6 @@ def _count(place: Path, owner: str) -> tuple[list[tuple[Path, str]], bool]:
 
 
 def _uncount(counted: list[tuple[Path, str]]) -> None:
+    global _hanging
     with _lock:
-        _hanging.subtract(counted)
-        for each in counted:
-            if not _hanging[each]:
-                del _hanging[each]
+        _hanging -= Counter(counted)  # which keeps no zeros

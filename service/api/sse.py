@@ -50,20 +50,16 @@ LATE_LINES_S = 10.0
 
 
 @dataclass(frozen=True)
-class SseEvent:
-    """One event of a stream: `cursor` names what comes after it, where it has one."""
-
-    name: str
-    cursor: str | None
-    body: BaseModel
-
-
-@dataclass(frozen=True)
 class StreamBatch:
-    """What one poll found; `ended` is the status of a job that will bring nothing more."""
+    """Events that one poll found; `ended` is the status of a job that will bring nothing more."""
 
-    items: list[SseEvent]
+    items: list[bytes]
     ended: JobStatus | None = None
+
+
+def _event(name: str, cursor: str | None, body: BaseModel) -> bytes:
+    """One event of a stream: `cursor` names what comes after it, where it has one."""
+    return format_sse_event(event=name, id=cursor, data_str=body.model_dump_json())
 
 
 def stream(poll: Callable[[], StreamBatch], context: Context) -> StreamingResponse:
@@ -93,9 +89,7 @@ async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIte
                 logger.warning("a followed stream was cut off: %s", error)
                 return
             for item in batch.items:
-                yield format_sse_event(
-                    event=item.name, id=item.cursor, data_str=item.body.model_dump_json()
-                )
+                yield item
             if batch.ended is not None:
                 yield format_sse_event(event="end", data_str=json.dumps({"status": batch.ended}))
                 return
@@ -125,18 +119,18 @@ class TimelineFollower:
         job = self.store.get_job(self.job_id)
         lines = self.store.list_timeline(job.id, after=self.after, limit=_MAX_LINES)
         bodies = [TimelineEventOut.model_validate(line) for line in lines]
-        items = [SseEvent("timeline", str(body.id), body) for body in bodies]
+        items = [_event("timeline", str(body.id), body) for body in bodies]
         self.after = lines[-1].id if lines else self.after
         items += self._progress(job)
         return StreamBatch(items, job.status if job.status.is_terminal and not items else None)
 
-    def _progress(self, job: Job) -> list[SseEvent]:
+    def _progress(self, job: Job) -> list[bytes]:
         """How far the job is, if that is new; it has the cursor of the line before it."""
         progress = progress_of(job.progress, job.status)
         if not self.with_progress or progress == self._shown:
             return []
         self._shown = progress
-        return [SseEvent("progress", str(self.after), progress)]
+        return [_event("progress", str(self.after), progress)]
 
 
 @dataclass
@@ -183,9 +177,7 @@ class LogFollower:
         is_over = self._is_over(job)
         pieces = self.read()
         if self.has_moved:
-            return StreamBatch(
-                [self._event(piece, is_last=piece is pieces[-1]) for piece in pieces]
-            )
+            return StreamBatch([self._line(piece, is_last=piece is pieces[-1]) for piece in pieces])
         return StreamBatch([], job.status if is_over else None)
 
     def poll_in_time(self) -> StreamBatch:
@@ -195,11 +187,11 @@ class LogFollower:
         self.position, self.has_moved = ahead.position, ahead.has_moved
         return batch
 
-    def _event(self, piece: LogPiece, *, is_last: bool) -> SseEvent:
+    def _line(self, piece: LogPiece, *, is_last: bool) -> bytes:
         # A cursor has an offset for each log: of thousands it would be far larger than the line.
         has_cursor = is_last or len(piece.before.offsets) < _MAX_OFFSETS
         cursor = piece.position.encode() if has_cursor else None
-        return SseEvent("log", cursor, LogLine.model_validate(piece))
+        return _event("log", cursor, LogLine.model_validate(piece))
 
     def read(self) -> list[LogPiece]:
         """New lines that are wanted, of the following attempt where the present one has no more."""

@@ -19,7 +19,6 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -141,17 +140,9 @@ def _text_of(document: dict[str, Any]) -> str:
     return json.dumps({k: v for k, v in document.items() if k != "seal"}, sort_keys=True)
 
 
-@dataclass(frozen=True)
-class JobFile:
-    """A `job.json`: None where it is unreadable; anybody's unless it `is_sealed`."""
-
-    folder: Path
-    document: dict[str, Any] | None
-    is_sealed: bool = False
-
-
-def read_jobs(settings: Settings) -> Iterator[JobFile]:
-    """Every folder of a job with what `write_job` wrote there."""
+def read_jobs(settings: Settings) -> Iterator[tuple[Path, dict[str, Any] | None, bool]]:
+    """Every folder of a job with what `write_job` wrote there, None where it is unreadable, and
+    whether that is sealed: else it may be anybody's."""
     runs_dir, keys = settings.runs_dir, master_keys_of(settings)
     for path in sorted(runs_dir.glob("*/job.json")):
         try:
@@ -159,9 +150,9 @@ def read_jobs(settings: Settings) -> Iterator[JobFile]:
             seal = str(document["seal"]) if "seal" in document else ""
             is_sealed = keys.is_sealed(_text_of(document), seal, "job-seals")
         except (OSError, ValueError, TypeError, AttributeError):
-            yield JobFile(path.parent, None)
+            yield path.parent, None, False
         else:
-            yield JobFile(path.parent, document, is_sealed)
+            yield path.parent, document, is_sealed
 
 
 def note_rewind(job: Job, attempt: Attempt, settings: Settings) -> None:

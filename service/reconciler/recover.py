@@ -74,8 +74,7 @@ def recover_jobs(
     """
     found = Recovery()
     collector = OutboxCollector(store, settings, ServiceMetrics(), clock)
-    for file in read_jobs(settings):
-        folder, document = file.folder, file.document
+    for folder, document, is_sealed in read_jobs(settings):
         try:
             known = _known(store, folder.name)
         except JobUnreadable as error:
@@ -86,7 +85,7 @@ def recover_jobs(
             continue
         try:
             job, end = known or _job_of(folder, document), _end_in(document)
-            if not (file.is_sealed or believe_all):
+            if not (is_sealed or believe_all):
                 raise ValueError(_NO_SEAL)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             found.refused[folder.name] = f"job.json cannot be used: {error}"

@@ -161,7 +161,8 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
     follower.start_at(LogPosition(first))
 
     def _poll() -> list[str]:
-        return [json.loads(item.body.model_dump_json())["text"] for item in follower.poll().items]
+        frames = [item.decode() for item in follower.poll().items]
+        return [json.loads(frame.splitlines()[1][len("data: ") :])["text"] for frame in frames]
 
     assert _poll() == ["one"]
     assert _poll() == []

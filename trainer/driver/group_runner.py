@@ -12,6 +12,7 @@ is left that holds what was trained since the newest checkpoint.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -106,8 +107,8 @@ class GroupRun:
 
     `pids` go by host, once the coordinator knows the group. One that `is_spare` waits to be
     promoted. `was_current` stays true when the group was current once. `leave_cause` is why it is
-    to leave, which it did at `left_at`; `lost_at` is when it was given up, `absent_since`
-    from when on the coordinator has not known it, at first since its start.
+    to leave; `lost_at` is when it was given up, `absent_since` from when on the coordinator has not
+    known it, at first since its start. Workers that are there at `kill_at` are killed.
     """
 
     group: int
@@ -117,15 +118,12 @@ class GroupRun:
     is_spare: bool = False
     was_current: bool = False
     leave_cause: str | None = None
-    left_at: float | None = None
+    has_left: bool = False
     lost_at: float | None = None
     absent_since: float | None = None
+    kill_at: float = math.inf
     is_killed: bool = False
     pids: dict[str, set[int]] = field(default_factory=dict)
-
-    @property
-    def has_left(self) -> bool:
-        return self.left_at is not None
 
     @property
     def name(self) -> str:
@@ -264,7 +262,7 @@ class GroupRunLoop:
             if run and departure.is_lost:
                 self._lose(run, failure_of(departure, run.hosts))
             elif run and not run.has_left:
-                run.leave_cause, run.left_at = departure.reason, self.config.clock()
+                self._let_go(run, departure.reason)
                 if departure.reason == "poisoned":
                     # The last copy: the coordinator goes on from a checkpoint, without its rows.
                     self._has_trained, self._failures.last = False, None
@@ -288,7 +286,7 @@ class GroupRunLoop:
             if now - run.absent_since <= grace_s or self._has_finished:
                 continue
             if run.leave_cause:
-                run.left_at = now
+                self._let_go(run, run.leave_cause)
             else:
                 failure = absence_of(run, grace_s)
                 warn(self.config.attempt.writer, failure.message)
@@ -304,18 +302,9 @@ class GroupRunLoop:
         for run in [*self.runs.values(), *self._zombies]:
             if run.future.done():
                 fatal = self._remove(run, run.future.result()) or fatal
-            elif self._should_have_ended(run):
+            elif self.config.clock() > run.kill_at:
                 self._kill(run)
         return fatal
-
-    def _should_have_ended(self, run: GroupRun) -> bool:
-        """Whether a group was given up or has left, and had the time to end by itself."""
-        now = self.config.clock()
-        if run.lost_at is not None:
-            return now - run.lost_at > _KILL_AFTER_S
-        # One that led ends its save under way first, for as long as this.
-        saving_s = self.config.attempt.spec.resources.collective_timeout_s
-        return run.left_at is not None and now - run.left_at > self.config.end_grace_s + saving_s
 
     def _remove(self, run: GroupRun, failure: Failure | None) -> Failure | None:
         """Remove a group whose workers have ended; the failure if it ends the job."""
@@ -339,6 +328,7 @@ class GroupRunLoop:
     def _lose(self, run: GroupRun, failure: Failure) -> None:
         """Give up a group. Workers that are still there are fenced, and killed soon."""
         run.lost_at = self.config.clock()
+        run.kill_at = run.lost_at + _KILL_AFTER_S
         del self.runs[run.group]
         self._zombies.append(run)
         self._lost_at |= dict.fromkeys(run.hosts, run.lost_at)
@@ -348,6 +338,12 @@ class GroupRunLoop:
         unix_s = self.config.wall_clock()
         for exclusion in self._failures.add(failure, run.hosts, run.lost_at, unix_s):
             self.config.attempt.writer.write(exclusion)
+
+    def _let_go(self, run: GroupRun, cause: str) -> None:
+        """A group has left. One that led ends its save under way first."""
+        saving_s = self.config.attempt.spec.resources.collective_timeout_s
+        run.leave_cause, run.has_left = cause, True
+        run.kill_at = self.config.clock() + self.config.end_grace_s + saving_s
 
     def _kill(self, run: GroupRun) -> None:
         """SIGKILL the workers of a group that is lost or has left, once."""

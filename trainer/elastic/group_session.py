@@ -300,11 +300,8 @@ class GroupSession(Session):
             self.report()
         if self.is_leader:
             reduce_parts([self._stop_part(), self._save_part()], self.groups.device)
-        elif not self.is_report_due() and self.standing == "current" and not self._leases:
-            # It may wait for other groups: a request to stop is not seen in a report then.
-            reduce_parts([self._stop_part()], self.groups.device)
-        if self.is_leader and not self._num_steps_ahead:
-            self.lead()
+            if not self._num_steps_ahead:
+                self.lead()
 
     def _arrival(self) -> Arrive:
         interval = self._syncing

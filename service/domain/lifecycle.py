@@ -95,7 +95,7 @@ def decide(job: Job, attempt: Attempt | None, observation: Observation, now: flo
     end = _end_of(job, attempt, observation, now)
     if end is not None:
         return end_attempt(job, attempt, end.reason, end.message, now)
-    if is_stopping(job):
+    if job.cancel_requested:
         return _stop(job, attempt, observation)
     if job.pause_requested:
         return _pause(job, attempt, observation, now)
@@ -131,14 +131,9 @@ def submission_accepted(
     return Decision(replace(job, message="", resume_from=None), accepted, timeline=(sent,))
 
 
-def is_stopping(job: Job) -> bool:
-    """Whether a job is being cancelled, and ends as soon as its attempt does."""
-    return job.cancel_requested or job.status is JobStatus.STOPPING
-
-
 def _between_attempts(job: Job, last: Attempt | None, now: float) -> Decision:
     """No attempt is live: the job is queued, paused, or cancelled."""
-    if is_stopping(job):
+    if job.cancel_requested:
         return finish(job, EndReason.CANCELLED, "cancelled", now, last)
     if job.status is JobStatus.PAUSED or job.pause_requested:
         return Decision(replace(job, status=JobStatus.PAUSED, pause_requested=False), last)
@@ -172,7 +167,7 @@ def _s_since_report(attempt: Attempt, now: float) -> float:
 def _may_be_in_flight(job: Job, attempt: Attempt, now: float) -> bool:
     if attempt.reported_end is not None:
         return False
-    if attempt.submitted_at is None and not is_stopping(job) and not job.pause_requested:
+    if attempt.submitted_at is None and not job.cancel_requested and not job.pause_requested:
         return True
     sent_at = [sent for sent in (attempt.last_submit_at, attempt.submitted_at) if sent is not None]
     # Clocks of replicas may differ by a little; one that was set back by more is not waited for.
@@ -182,7 +177,7 @@ def _may_be_in_flight(job: Job, attempt: Attempt, now: float) -> bool:
 def _explain(job: Job, attempt: Attempt, observation: Observation) -> ReportedEnd:
     """The end that the driver reported, else the one that the observation implies."""
     end = attempt.reported_end or _implied_end(observation)
-    if is_stopping(job) and end.reason is not EndReason.COMPLETED:
+    if job.cancel_requested and end.reason is not EndReason.COMPLETED:
         return ReportedEnd(EndReason.CANCELLED, "cancelled on request")
     was_stopped_by_us = job.pause_requested or bool(QueueState.of(job).stop_sent)
     if end.reason is EndReason.CANCELLED and was_stopped_by_us:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from service.backends.base import has_own_cluster
-from service.domain.lifecycle import is_stopping
 from service.domain.membership import current_membership, sizes_of_job, workers_held
 from service.domain.models import Job, JobStatus, Project, QueueState
 from service.domain.retries import MAX_BACKOFF_S
@@ -377,7 +376,7 @@ class _SchedulingPass:
             used += self.capacity.use_of(waiting.job, least)
 
     def _end_of(self, job: Job, leaving: Collection[str]) -> float | None:
-        if job.id in leaving or is_stopping(job) or job.pause_requested:
+        if job.id in leaving or job.cancel_requested or job.pause_requested:
             return self.now
         eta_s = job.progress.eta_s
         return self.now + eta_s if job.status is JobStatus.RUNNING and eta_s is not None else None
@@ -450,7 +449,9 @@ class _SchedulingPass:
         if self._is_making_room:
             return ""
         here = [each for each in self.held if not has_own_cluster(each.job)]
-        staying = [each for each in here if not (is_stopping(each.job) or each.job.pause_requested)]
+        staying = [
+            each for each in here if not (each.job.cancel_requested or each.job.pause_requested)
+        ]
         num_leaving = len(here) - len(staying)
         used = sum((self._use_of(each) for each in staying), Use())
         victims: list[Held] = []

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from service.auth.crypto import ATTEMPT_TOKEN_PREFIX, MasterKeys
@@ -24,7 +25,7 @@ from service.domain.auth import (
     key_id_of,
     principal_of,
 )
-from service.errors import NotSignedIn
+from service.errors import NotSignedIn, StoreUnavailable
 
 # `last_used_at` only says whether a key is still in use.
 _USE_NOTED_EVERY_S = 300.0
@@ -156,4 +157,6 @@ class Authenticator:
             if is_due:
                 self._noted_at[key.id] = now
         if is_due:
-            self.keys.note_use(key.id, now)
+            # A database that takes no writes, as on a full disk, can be read all the same.
+            with suppress(StoreUnavailable):
+                self.keys.note_use(key.id, now)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -111,6 +112,10 @@ def test_the_last_use_is_noted_every_few_minutes_only(keys: KeyStore, clock: Fak
         authenticator.principal_of(Credentials(bearer=text))
         noted.append(keys.list_keys()[0].last_used_at)
     assert noted == [1000.0, 1000.0, 1000.0, 1301.0]
+    clock.now += 600.0
+    with patch.object(keys, "note_use", side_effect=StoreUnavailable("the disk is full")) as note:
+        assert authenticator.principal_of(Credentials(bearer=text))
+    note.assert_called_once()
 
 
 def test_a_session_lives_as_long_as_its_key_its_time_and_its_reader_want(

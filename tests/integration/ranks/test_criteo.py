@@ -1,4 +1,4 @@
-"""Criteo from raw files to a trained model: object stores and training."""
+"""Criteo from raw files to a trained model."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ import polars as pl
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
 from tests.conftest import REPO
-from tests.harness.files import digest
-from tests.harness.object_store import run_object_store
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import config_of, open_session
-from trainer.datasets.cli import app
-from trainer.datasets.criteo.prepare import prepare_criteo
 from trainer.datasets.criteo.reader import SCHEMA
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.inspect import inspect_data
 from trainer.datasets.profile import find_data
-from trainer.errors import SourceMissingError
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
-from trainer.storage import Location
 from trainer.training.worker import train
 
 pytestmark = pytest.mark.slow
@@ -49,31 +42,6 @@ def raw(tmp_path_factory) -> Path:
     )
     generate_criteo(folder, options)
     return folder
-
-
-@pytest.fixture(scope="module")
-def prepared(raw, tmp_path_factory) -> Path:
-    """The raw rows, prepared here in one go."""
-    out = tmp_path_factory.mktemp("criteo") / "prepared"
-    prepare_criteo([raw], out)
-    return out
-
-
-def test_files_of_an_object_store_are_prepared_to_the_same_bytes_there(raw, prepared, tmp_path):
-    with run_object_store() as store:
-        store.upload(raw, "raw")
-        prepare_criteo([store.url("raw")], store.url("out"))
-        result = Location.parse(store.url("out"))
-        for file in result.list(recursive=True):
-            target = tmp_path / "copy" / file.relative_to(result)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            file.download(target)
-        shown = CliRunner().invoke(app, ["inspect", store.url("out")], env={"COLUMNS": "200"})
-        with pytest.raises(SourceMissingError, match="s3://data/absent is missing"):
-            prepare_criteo([store.url("absent")], tmp_path / "none")
-    assert digest(tmp_path / "copy") == digest(prepared)
-    assert shown.exit_code == 0, shown.output
-    assert "27,000 rows in" in shown.stdout and "OK: " in shown.stdout
 
 
 def train_example(name: str, data: Path, run_dir: Path) -> dict[str, float]:

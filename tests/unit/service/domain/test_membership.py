@@ -26,7 +26,6 @@ from service.domain.membership import (
 from service.domain.metrics import MEMORY_PARTS, compared
 from service.domain.models import Job, Membership
 from tests.harness.builders import (
-    ELASTIC,
     NOW,
     folded_membership,
     group_joined,
@@ -191,12 +190,6 @@ def test_the_failure_domain_is_what_the_attempt_chose_else_what_the_spec_implies
     assert failure_domain(queued_job(parallelism=spread)) == "replica_group"
     undecided = {"workers": 4, "shard_group_size": "auto", "placement": "auto"}
     assert failure_domain(queued_job(parallelism=undecided)) == "job"
-
-
-def test_one_more_host_is_needed_than_may_be_lost() -> None:
-    assert queued_job().spec.parallelism.num_hosts_needed == 0
-    spread = ELASTIC | {"workers": 6, "survive": {"hosts": 2}}
-    assert queued_job(parallelism=spread).spec.parallelism.num_hosts_needed == 3
 
 
 _records = st.lists(

@@ -151,16 +151,6 @@ def test_deliveries_that_die_at_once_are_all_counted(outbox: WebhookStore) -> No
         assert outbox.get(hook.id).num_dead_in_a_row == times * num
 
 
-def test_a_claimed_delivery_is_nobody_elses_until_the_claim_runs_out(
-    store: JobStore, outbox: WebhookStore
-) -> None:
-    _webhook(outbox)
-    _submit(store)
-    assert len(outbox.claim(NOW, claim_s=60.0)) == 1
-    assert outbox.claim(NOW, claim_s=60.0) == []
-    assert len(outbox.claim(NOW + 61.0, claim_s=60.0)) == 1
-
-
 def test_a_webhook_with_many_deliveries_does_not_hold_up_another(
     store: JobStore, outbox: WebhookStore
 ) -> None:

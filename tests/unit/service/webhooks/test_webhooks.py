@@ -163,6 +163,7 @@ def test_a_webhook_with_many_deliveries_does_not_hold_up_another(
     hooks = [each.delivery.webhook_id for each in claimed]
     assert (hooks.count(busy.id), hooks.count(quiet.id)) == (MAX_CLAIMED_EACH, 1)
     assert outbox.claim(NOW, claim_s=60.0, skip=[busy.id]) == []
+    assert len(outbox.claim(NOW + 61.0, claim_s=60.0)) == MAX_CLAIMED_EACH + 1, "it has run out"
 
 
 def test_a_webhook_that_nothing_reaches_is_switched_off_and_can_be_switched_on(

@@ -279,7 +279,10 @@ def inspect_command(
             # JSON knows no infinities.
             print(to_json(documents, indent=2, inf_nan_mode="null").decode())
         elif spec:
-            print("\n".join(report.suggestion.yaml() for report in reports), end="")
+            titles = (" ".join(report.data.title.splitlines()) for report in reports)
+            texts = (report.suggestion.yaml() for report in reports)
+            parts = (f"# {title}\n{text}" for title, text in zip(titles, texts, strict=True))
+            print("---\n".join(parts), end="")
         else:
             for number in verified.values():
                 Console().print(f"[green]OK:[/] {number} files have the sha256 of the manifest")

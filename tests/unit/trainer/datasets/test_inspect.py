@@ -287,6 +287,11 @@ def test_the_command_shows_tables_json_and_a_spec(clicks, tmp_path):
     assert document["manifest"]["source"] == "criteo"
     parts = yaml.safe_load(invoke(clicks[1], "--spec").stdout)
     assert len(parts["features"]) == 39 and len(parts["embedding_tables"]) == 26
+    for name in ("a", "b"):
+        pl.DataFrame({name: [1, 2]}).write_csv(tmp_path / f"{name}.csv")
+    text = invoke(tmp_path, "--spec").stdout
+    assert [part["features"][0]["name"] for part in yaml.safe_load_all(text)] == ["a", "b"]
+    assert f"---\n# {tmp_path / 'b.csv'}\n" in text
 
 
 def test_damage_is_found_whatever_is_printed(clicks, tmp_path):

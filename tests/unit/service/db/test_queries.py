@@ -141,6 +141,13 @@ def test_a_live_job_is_looked_at_by_one_replica_until_its_lease_ends(store: JobS
     assert _claim(store, "a", NOW + 16) == []
 
 
+def test_replicas_that_start_together_share_the_jobs(store: JobStore) -> None:
+    made = {_busy(store, number).id for number in range(5)}
+    first, second = _claim(store, "a", NOW, limit=3), _claim(store, "b", NOW, limit=3)
+    assert (len(first), len(second)) == (3, 2)
+    assert {*first, *second} == made
+
+
 def test_a_replica_that_closes_gives_its_jobs_back_at_once(store: JobStore) -> None:
     job = _busy(store)
     _claim(store, "a", NOW)

@@ -15,9 +15,11 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi.concurrency import run_in_threadpool
+from sqlalchemy import Row
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +30,7 @@ from service.api.errors import answer_error
 from service.auth.crypto import MasterKeys
 from service.auth.permissions import RULES
 from service.auth.permissions import Scope as RuleScope
-from service.db.idempotency import IdempotencyStore, StoredResponse
+from service.db.idempotency import IdempotencyStore
 from service.domain.auth import Principal
 from service.network import is_loopback
 from service.observability.logging_setup import about
@@ -367,11 +369,11 @@ class IdempotencyMiddleware:
         try:
             await self.app(scope, receive_again, collect)
         finally:
-            await run_in_threadpool(self._store_response, caller, key, request_hash, messages)
+            await run_in_threadpool(self._store_response, caller, key, messages)
         for message in messages:
             await send(message)
 
-    def _replay(self, known: StoredResponse, request_hash: str, key: str) -> Response:
+    def _replay(self, known: Row[Any], request_hash: str, key: str) -> Response:
         if known.request_hash != request_hash:
             raise errors.IdempotencyConflict(key)
         if known.status is None:
@@ -379,9 +381,7 @@ class IdempotencyMiddleware:
         body = self.master.decrypt(known.sealed_body) if known.sealed_body else ""
         return Response(body, known.status, {**dict(known.headers), "Idempotent-Replayed": "true"})
 
-    def _store_response(
-        self, caller: str, key: str, request_hash: str, messages: Sequence[Message]
-    ) -> None:
+    def _store_response(self, caller: str, key: str, messages: Sequence[Message]) -> None:
         """Store a response; forget the key of one that failed, so that it may be tried again."""
         status = 0
         raw: list[tuple[bytes, bytes]] = []
@@ -391,11 +391,10 @@ class IdempotencyMiddleware:
             self.store.forget(caller, key)
             return
         pairs = ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in raw)
-        headers = tuple(pair for pair in pairs if pair[0] not in _NOT_STORED)
+        headers = [pair for pair in pairs if pair[0] not in _NOT_STORED]
         body = b"".join(message.get("body", b"") for message in messages)
         sealed = self.master.encrypt(body.decode()) if body else ""
-        response = StoredResponse(request_hash, status, headers, sealed)
-        self.store.finish(caller, key, response)
+        self.store.finish(caller, key, status, headers, sealed)
 
 
 def caller_key(principal: Principal) -> str:

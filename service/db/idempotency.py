@@ -7,9 +7,10 @@ raises `StoreUnavailable`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import ColumnElement, delete, select, tuple_, update
+from sqlalchemy import ColumnElement, Row, delete, select, tuple_, update
 
 from service.db.engine import Transactions, insert_for
 from service.db.tables import answers
@@ -19,21 +20,10 @@ KEPT_S = 86_400.0
 ABANDONED_S = 120.0
 
 
-@dataclass(frozen=True)
-class StoredResponse:
-    """A stored response; `status` is None while the request is still being carried out."""
-
-    request_hash: str
-    status: int | None = None
-    headers: tuple[tuple[str, str], ...] = ()
-    sealed_body: str = ""
-
-
 class IdempotencyStore(Transactions):
-    def begin(
-        self, principal: str, key: str, request_hash: str, now: float
-    ) -> StoredResponse | None:
-        """Store that a request is carried out; returns the earlier one with its key, if any."""
+    def begin(self, principal: str, key: str, request_hash: str, now: float) -> Row[Any] | None:
+        """Store that a request is carried out; returns the row of the earlier one with its key, if
+        any: its `status` is None while it is still being carried out."""
         is_over = answers.c.created_at < now - KEPT_S
         is_abandoned = answers.c.status.is_(None) & (answers.c.created_at < now - ABANDONED_S)
         row = (answers.c.principal, answers.c.key)
@@ -51,17 +41,17 @@ class IdempotencyStore(Transactions):
                     return None
                 # None where the request before has failed since, which forgets its key.
                 known = connection.execute(select(answers).where(_is(principal, key))).first()
-            headers = tuple((name, value) for name, value in known.headers or ())
-            return StoredResponse(
-                known.request_hash, known.status, headers, known.sealed_body or ""
-            )
+            return known
 
-    def finish(self, principal: str, key: str, response: StoredResponse) -> None:
-        values = {
-            "status": response.status,
-            "headers": [list(header) for header in response.headers],
-            "sealed_body": response.sealed_body,
-        }
+    def finish(
+        self,
+        principal: str,
+        key: str,
+        status: int,
+        headers: Sequence[tuple[str, str]],
+        sealed_body: str,
+    ) -> None:
+        values = {"status": status, "headers": headers, "sealed_body": sealed_body}
         self.execute(update(answers).where(_is(principal, key)).values(values))
 
     def forget(self, principal: str, key: str) -> None:

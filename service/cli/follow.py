@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -31,34 +32,15 @@ from service.client.client import ShardloomClient
 from service.client.errors import ShardloomError
 from service.client.transport import PATIENCE_S, is_transient
 from service.domain.models import JobStatus
-from service.schemas.jobs import JobDetail, TimelineEventOut
+from service.schemas.jobs import JobDetail
 from service.schemas.wording import compact, duration, duration_of, groups_text
 
 # Plain lines end up in logs, where one every few seconds is enough.
 PLAIN_LINE_EVERY_S = 10.0
 
 
-class LiveView:
-    """Events above a display that stays in place and is redrawn.
-
-    `trouble` says why the last poll failed, if it did.
-    """
-
-    poll_s = 0.5
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-
-    def show(self, job: JobDetail, fresh: list[TimelineEventOut], trouble: str) -> None:
-        for event in fresh:
-            self._live.console.print(event_line(event))
-        self._live.update(live_page(job, trouble), refresh=True)
-
-
 class PlainView:
-    """Lines that are printed once: every event, trouble, and the progress now and then."""
-
-    poll_s = 1.0
+    """Lines that are printed once: the status, trouble, and the progress now and then."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -68,9 +50,7 @@ class PlainView:
         self._step = -1
         self._next_line_s = 0.0
 
-    def show(self, job: JobDetail, fresh: list[TimelineEventOut], trouble: str) -> None:
-        for event in fresh:
-            self._console.print(event_line(event))
+    def show(self, job: JobDetail, trouble: str) -> None:
         if job.status is not self._status:
             self._status = job.status
             if not job.status.is_terminal:
@@ -105,39 +85,49 @@ def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
     """
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, transient=True) as live:
-            job = watch(client, job_id, LiveView(live))
+            job = watch(client, job_id, console, partial(show_live, live), poll_s=0.5)
     else:
-        job = watch(client, job_id, PlainView(console))
+        job = watch(client, job_id, console, PlainView(console).show)
     console.print(end_page(job))
     return exit_code_of(job.status)
+
+
+def show_live(live: Live, job: JobDetail, trouble: str) -> None:
+    """Redraw the display below the events."""
+    live.update(live_page(job, trouble), refresh=True)
 
 
 def watch(
     client: ShardloomClient,
     job_id: str,
-    view: LiveView | PlainView,
+    console: Console,
+    show: Callable[[JobDetail, str], None],
     *,
+    poll_s: float = 1.0,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> JobDetail:
-    """Poll a job into `view` until it has ended, and return it."""
+    """Poll a job until it has ended, and return it: its events are printed, then it is shown.
+
+    `show` is told why the last poll failed, if it did.
+    """
     job, last_event_id, answered_s = client.get_job(job_id), 0, clock()
     while True:
         try:
             # Before its events: once it has ended, its last events are seen as well.
             job = client.get_job(job.id)
-            fresh, trouble = list(client.iter_events(job.id, after=last_event_id)), ""
-            if fresh:
-                last_event_id = fresh[-1].id
-            answered_s = clock()
+            for event in client.iter_events(job.id, after=last_event_id):
+                console.print(event_line(event))
+                last_event_id = event.id
+            answered_s, trouble = clock(), ""
         except ShardloomError as error:
             if not is_transient(error) or clock() - answered_s > PATIENCE_S:
                 raise
-            fresh, trouble = [], f"{error}; the job goes on, trying again"
-        view.show(job, fresh, trouble)
+            trouble = f"{error}; the job goes on, trying again"
+        show(job, trouble)
         if job.status.is_terminal and not trouble:
             return job
-        sleep(view.poll_s)
+        sleep(poll_s)
 
 
 def live_page(job: JobDetail, trouble: str) -> RenderableType:

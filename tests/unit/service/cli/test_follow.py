@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import pytest
 from rich.console import Console
 from rich.live import Live
 
-from service.cli.follow import LiveView, PlainView, end_page, live_page, watch
+from service.cli.follow import PlainView, end_page, live_page, show_live, watch
 from service.client.errors import ServerFault, ServiceUnreachable
 from service.client.transport import PATIENCE_S
 from tests.harness.clock import FakeClock
 from tests.harness.service import FakeService, job_body, problem_body
 
 
-class RecordingView:
-    """Keeps what it was told to show."""
-
-    poll_s = 0.5
-
-    def __init__(self) -> None:
-        self.troubles: list[str] = []
-
-    def show(self, job, fresh, trouble):
-        self.troubles.append(trouble)
-
-
-def watched(service: FakeService, view, clock: FakeClock):
+def watched(service: FakeService, show, clock: FakeClock, console: Console | None = None):
     """The job `ratings` once it was watched to its end."""
-    return watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
+    console = console or Console(file=io.StringIO())
+    return watch(service.client(), "ratings", console, show, sleep=clock.sleep, clock=clock)
 
 
 def at_step(step: int, **changes):
@@ -39,7 +29,8 @@ def at_step(step: int, **changes):
 
 def plain_output(service: FakeService, clock: FakeClock | None = None) -> str:
     output, clock = io.StringIO(), clock or FakeClock()
-    watched(service, PlainView(Console(file=output, width=200), clock=clock), clock)
+    console = Console(file=output, width=200)
+    watched(service, PlainView(console, clock=clock).show, clock, console)
     return output.getvalue()
 
 
@@ -57,14 +48,15 @@ def rendered(page) -> str:
     ],
 )
 def test_a_service_that_comes_back_is_waited_for(trouble, value, said):
-    service, view = FakeService(), RecordingView()
+    service, troubles = FakeService(), []
     clock = FakeClock(
         meanwhile=lambda _: setattr(service, trouble, value if clock.now < 30.0 else None)
     )
     service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
-    assert watched(service, view, clock).status == "SUCCEEDED"
-    assert any(said in each for each in view.troubles)
-    assert view.troubles[-1] == ""
+    ended = watched(service, lambda _, trouble: troubles.append(trouble), clock)
+    assert ended.status == "SUCCEEDED"
+    assert any(said in each for each in troubles)
+    assert troubles[-1] == ""
 
 
 @pytest.mark.parametrize(
@@ -79,7 +71,7 @@ def test_what_does_not_mend_ends_the_following(trouble, value, error, least_s, m
     service = FakeService()
     clock = FakeClock(meanwhile=lambda _: setattr(service, trouble, value))
     with pytest.raises(error):
-        watched(service, RecordingView(), clock)
+        watched(service, lambda *_: None, clock)
     assert least_s < clock.now < most_s
 
 
@@ -121,7 +113,7 @@ def test_events_stay_above_the_live_display():
     service, clock = FakeService(), FakeClock()
     service.states = [job_body(), job_body(), job_body(status="SUCCEEDED")]
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        watched(service, LiveView(live), clock)
+        watched(service, partial(show_live, live), clock, console)
     text = output.getvalue()
     assert text.count("line 1") == 1
     assert text.index("line 2") < text.index("50/200")

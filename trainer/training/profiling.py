@@ -282,6 +282,9 @@ class Speedometer:
     def restart(self) -> None:
         """Start a new window now, forgetting what was measured."""
         self.phases.restart()
+        self._begin()
+
+    def _begin(self) -> None:
         self._started = self._clock()
         self._paused_s = 0.0
         self.num_steps = 0
@@ -320,7 +323,7 @@ class Speedometer:
     def read(self, sync_s: float = 0.0) -> dict[str, float]:
         """Values of this window, in which a step spent `sync_s` in phase `sync` on average.
 
-        Starts the next one.
+        Starts the next one; `PhaseTimes.read` does so for phases, and keeps what is still to come.
         """
         elapsed_s = max(self._clock() - self._started - self._paused_s, 1e-9)
         steps_per_s = self.num_steps / elapsed_s
@@ -334,7 +337,7 @@ class Speedometer:
         if self._syncs:
             values["sync/bytes"] = fmean(each.num_bytes for each in self._syncs)
             values["sync/density"] = fmean(each.density for each in self._syncs)
-        self.restart()
+        self._begin()
         return values
 
 

@@ -173,7 +173,8 @@ def test_times_are_means_over_the_steps_of_a_window() -> None:
 
 def test_what_the_device_has_not_done_yet_counts_in_the_next_window() -> None:
     clock = FakeTime()
-    times = PhaseTimes(clock)
+    speed = speedometer(1, clock)
+    times = speed.phases
     for phase in ("dense", "backward"):
         with times.during(phase):
             clock.now += 3.0
@@ -181,6 +182,7 @@ def test_what_the_device_has_not_done_yet_counts_in_the_next_window() -> None:
     assert _nonzero(times.read(1)) == {}
     clock.device_time = clock.now - 1.0
     assert _nonzero(times.read(1)) == {"dense": 3.0}
+    speed.read()
     clock.now += 2.0
     clock.device_time = math.inf
     assert _nonzero(times.read(1)) == {"backward": 3.0, "other": 2.0}

@@ -53,6 +53,7 @@ def ps(
         list[JobStatus] | None,
         typer.Option(
             metavar="STATUS",
+            case_sensitive=False,
             help=f"Only jobs in this status, one of {', '.join(JobStatus)}; repeatable.",
         ),
     ] = None,

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from service.cli import common
@@ -94,7 +93,7 @@ def ls(as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"head": NODE_IP, "hosts": hosts})
         return
-    table = Table("host", "role")
+    table = plain_table("Host", "Role")
     for address in hosts:
         table.add_row(address, "head" if address == NODE_IP else "worker")
     console().print(table)

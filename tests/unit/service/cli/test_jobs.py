@@ -452,7 +452,7 @@ def test_show_tells_of_groups_and_lost_time(degraded: Api) -> None:
         "2 trains 0 127.0.0.4",
     ):
         assert line in lines
-    assert "RUNNING 2 of 3 groups" in shardloom("ps").stdout
+    assert "RUNNING 2 of 3 groups" in shardloom("ps", "--status", "running").stdout
     report(degraded, membership_changed(time=NOW + 1), first_seq=8)
     assert "copies alive 3 of each shard, on 3 hosts; 2 more may be lost" in shown()
     assert "groups" not in shardloom("ps").stdout

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite
+from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,9 @@ def form_node_groups(groups: MeshGroups) -> tuple[dist.ProcessGroup, dist.Proces
 
     (intra-host, cross-host): the ranks of this sharding group on one host, and those with the same
     place on each host.
-
-    Raises `LayoutError` where hosts hold unequal numbers of a sharding group's ranks.
     """
     size = groups.ranks_per_host
-    if size is None:
-        raise LayoutError(
-            "table_row_wise and grid_shard need equally many ranks of a sharding group on each "
-            "host; use other sharding types, or workers and shard_group_size that fill hosts alike"
-        )
+    assert size is not None, "the planner splits tables so where hosts hold equally many ranks"
     return _form_host_groups(groups.mesh.sharding_groups, size, groups)
 
 

@@ -52,9 +52,7 @@ _LAST_WORDS_S = 10.0
 _DOUBTFUL_S = 20.0  # so long Ray may take for alive what is not
 _FOUND_S = 10.0  # for a restarted coordinator to be up
 _WINDOW_S = 60.0
-# Reasons that are never the host's fault.
-_NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
-_OF_HOSTS = failures.RESTARTABLE - _NOT_OF_HOSTS
+_OF_HOSTS = failures.RESTARTABLE - {failures.DIVERGED, failures.PREEMPTED}
 
 
 @dataclass

@@ -66,7 +66,6 @@ _BACKLOG = 4096  # all may connect at once
 _TICKS_PER_TIMEOUT, _MAX_TICK_S = 10, 0.5
 _TURNS_TO_READ = 3
 _CALL_S = 30.0
-_MONITORED_KINDS = frozenset({"hang_found"})
 
 
 @dataclass(frozen=True)
@@ -387,7 +386,7 @@ class Coordinator:
         for effect in effects:
             if isinstance(effect, Reply):
                 self._send(effect)
-            elif not self._config.only_watches or effect.kind in _MONITORED_KINDS:
+            elif not self._config.only_watches or effect.kind == "hang_found":
                 self._writing.submit(self._write, effect)
 
     def _write(self, event: Event) -> None:

@@ -5,6 +5,7 @@ What can be done with a job that exists is in `service.jobs.actions`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ from service.jobs.run_storage import reach, run_dir_of, write_json
 from service.settings import Settings
 from service.storage import in_time
 from trainer.errors import ManifestError
-from trainer.protocol.untrusted import MAX_ENTRIES, read_untrusted
+from trainer.protocol.untrusted import MAX_ENTRIES, NotRegular, read_untrusted
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
@@ -124,6 +125,8 @@ def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | Non
     except ValidationError as error:
         message = f"{manifest} is no manifest ({error.errors()[0]['msg']}); {again}"
     except OSError as error:
+        if not (isinstance(error, NotRegular) or error.errno == errno.EFBIG):
+            raise  # Of storage, which may be back soon.
         message = f"{manifest} cannot be read ({error}); {again}"
     else:
         sized.append(_sized(spec, found))

@@ -287,10 +287,11 @@ def test_a_sweep_survives_what_passes_and_tells_nothing_of_the_inside(api, creat
     assert "inside" not in told["message"]
 
 
-def test_storage_that_is_away_delays_trials_and_keeps_no_sweep_from_ending(api, create):
+@pytest.mark.parametrize("read", ["in_time", "_read_manifest"])
+def test_storage_that_is_away_delays_trials_and_keeps_no_sweep_from_ending(api, create, read):
     kept, cancelled = (create(num_trials=6, num_parallel=6) for _ in range(2))
     loop = runner_of(api)
-    with patch.object(submit, "in_time", side_effect=OSError(116, "Stale file handle")):
+    with patch.object(submit, read, side_effect=OSError(116, "Stale file handle")):
         loop.poll()
         loop.poll()
         api.http.post(f"/v1/sweeps/{cancelled}:cancel")

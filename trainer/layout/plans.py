@@ -462,9 +462,8 @@ def _with_sync(spec: JobSpec, sync: SyncSpec) -> JobSpec:
 
 def rank_memory(workload: Workload, plan: GroupPlan, cluster: Cluster) -> tuple[MemoryUse, ...]:
     """Memory of each rank of a group that TorchRec has planned, by its position."""
-    batch, even = workload.batch_size, replace(workload, lookup_imbalance=1, table_imbalance=1)
     held = sum(rank.sync_bytes for rank in plan.ranks) or 1
-    common = even.dense_activation_bytes * batch
+    common = workload.batch_size * workload.dense_activation_bytes
     return tuple(
         MemoryUse(
             tables_bytes=rank.tables_bytes,

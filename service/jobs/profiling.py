@@ -27,7 +27,6 @@ from service.errors import (
 )
 from service.jobs.actions import ChangedBy, change_job
 from service.jobs.run_storage import run_dir_of, write_json
-from service.schemas.jobs import TraceRequested
 from service.settings import Settings
 from trainer.protocol.run_dir import RunDir, trace_name
 from trainer.protocol.untrusted import NotRegular, open_folder, open_untrusted
@@ -46,9 +45,10 @@ def request_trace(
     num_steps: int,
     ranks: Sequence[int],
     **by: Unpack[ChangedBy],
-) -> TraceRequested:
+) -> tuple[str, dict[str, Any]]:
     """Ask the workers of a running job for a trace of their next steps.
 
+    Gives the attempt's id, and the request as it is told: `id`, `num_steps` and `ranks`.
     Raises `JobNotFound`, `InvalidRequest`, and as conflicts `JobNotRunning` and `TracePending`;
     `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
     """
@@ -86,8 +86,7 @@ def request_trace(
         with contextlib.suppress(StaleVersion):
             change_job(store, job_id, withdraw, "service")
         raise StorageUnavailable(str(error)) from error
-    names = [trace_name(trace_id, rank) for rank in chosen]
-    return TraceRequested(**document, attempt_id=asked.current_attempt_id, names=names)
+    return asked.current_attempt_id, document
 
 
 def _traced_attempt(job: Job, ranks: Sequence[int]) -> str:

@@ -40,6 +40,7 @@ from service.schemas.jobs import (
     RequestTrace,
     TraceRequested,
 )
+from trainer.protocol.run_dir import trace_name
 
 code_router = APIRouter(prefix="/v1/code", tags=["code"], route_class=ThreadRoute)
 MEDIA_TYPE = "application/zip"
@@ -161,7 +162,11 @@ def post_trace(
     409 if the job does not run, or an earlier request is still being answered.
     """
     store, settings, actor = context.store, context.settings, principal.name
-    return request_trace(store, settings, job.id, body.num_steps, body.ranks, actor=actor)
+    attempt_id, asked = request_trace(
+        store, settings, job.id, body.num_steps, body.ranks, actor=actor
+    )
+    names = [trace_name(asked["id"], rank) for rank in asked["ranks"]]
+    return TraceRequested(**asked, attempt_id=attempt_id, names=names)
 
 
 @traces_router.get("", summary="Traces of a job")

@@ -42,7 +42,6 @@ class TimelineRow:
     group: int
     hosts: str
     standing: str
-    tone: str
     spans: tuple[Span, ...]
 
 
@@ -112,9 +111,9 @@ def _timeline_rows(
     newest = changes[-1][1]
     rows = []
     for group in sorted({group for _, standings in changes for group in standings}):
-        standing, tone = standing_of(newest.get(group, "gone"))
+        standing, _ = standing_of(newest.get(group, "gone"))
         spans = _spans(changes, group, end)
-        rows.append(TimelineRow(group, hosts.get(group, ""), standing, tone, spans))
+        rows.append(TimelineRow(group, hosts.get(group, ""), standing, spans))
     return tuple(rows)
 
 

@@ -101,10 +101,10 @@ def saved(step: int) -> Checkpoint:
 
 def test_a_lane_shows_when_its_group_trained_and_when_it_was_gone() -> None:
     lanes = view_of(degraded()).rows
-    assert [(lane.group, lane.tone, lane.hosts) for lane in lanes] == [
-        (0, "good", HOSTS[0]),
-        (1, "bad", HOSTS[1]),
-        (2, "good", HOSTS[2]),
+    assert [(lane.group, lane.standing, lane.hosts) for lane in lanes] == [
+        (0, "trains", HOSTS[0]),
+        (1, "gone", HOSTS[1]),
+        (2, "trains", HOSTS[2]),
     ]
     spans = [(span.tone, span.left, span.width) for span in lanes[1].spans]
     assert spans == [("good", 0.0, 75.0), ("bad", 75.0, 25.0)]

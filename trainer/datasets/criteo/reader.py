@@ -43,11 +43,9 @@ def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
         elif location.exists():
             found.append(location)
         else:
-            raise SourceMissingError(f"{location} is missing; name a Criteo file or its folder")
+            raise SourceMissingError(f"{location} is missing; name a file, or a folder of them")
     if not found:
-        raise SourceMissingError(
-            f"no files in {', '.join(texts)}; name Criteo's tab-separated files"
-        )
+        raise SourceMissingError(f"no files with rows in {', '.join(texts)}; name such files")
     return tuple(found)
 
 

@@ -272,7 +272,7 @@ def test_bad_files_are_named(tmp_path):
     pq.write_table(twice, tmp_path / "f.parquet")
     with pytest.raises(ColumnError, match=r"f\.parquet: several columns 'x'"):
         inspect(tmp_path / "f.parquet")
-    with pytest.raises(SourceMissingError, match="absent is missing"):
+    with pytest.raises(SourceMissingError, match="absent is missing; name a file, or a folder"):
         inspect(tmp_path / "absent")
 
 

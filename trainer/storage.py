@@ -129,8 +129,9 @@ class Location:
     def parse(cls, text: str | Path | Location) -> Location:
         """Parse a local path, `file://`, `s3://` or `gs://` URL, without network access.
 
-        Raises `StorageError` for another scheme, a missing bucket, an unknown or wrong option, a
-        home folder that nobody has, and what would end the path: a `#`, or a `?` of `file://`.
+        Raises `StorageError` for another scheme, a missing bucket, a host of `file://`, an unknown
+        or wrong option, a home folder that nobody has, and what would end the path: a `#`, or a `?`
+        of `file://`.
         """
         if isinstance(text, Location):
             return text

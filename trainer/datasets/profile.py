@@ -146,7 +146,7 @@ class ColumnSketch:
             num_empty + int((lengths == 0).sum()),
         )
         self._num_nulls += int((lists.list.drop_nulls().list.len() < lengths).sum())
-        return lists.filter(lengths > 0).explode().drop_nulls()
+        return lists.explode().drop_nulls()
 
     def _add_numbers(self, values: pl.Series) -> None:
         if not len(values) or (numbers := self._as_numbers(values)) is None:

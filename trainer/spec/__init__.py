@@ -11,13 +11,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import PydanticSerializationError
+
+from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
-from trainer.spec.parse import apply_overrides, parse_document
+from trainer.spec.parse import MAX_TEXT_CHARS, apply_overrides, parse_document
+
+# The control plane reads the specs of all jobs that have not ended at once. JSON has more quotes
+# and brackets than YAML.
+MAX_JSON_CHARS = 2 * MAX_TEXT_CHARS
 
 
 def validate_spec(document: Any) -> JobSpec:
     """Check a parsed document; raises `SpecError` that names the path of every faulty field."""
-    return JobSpec.checked(document)
+    spec = JobSpec.checked(document)
+    try:
+        num_chars = len(spec.model_dump_json(exclude_unset=True))
+    except PydanticSerializationError:
+        message = "has a text with half of a surrogate pair (\\ud800 to \\udfff), which is no UTF-8"
+        raise SpecError([FieldProblem("spec", "text", message)]) from None
+    if num_chars > MAX_JSON_CHARS:
+        message = (
+            f"has {num_chars} characters as JSON, more than the {MAX_JSON_CHARS} of any spec; what "
+            "is large in model.options belongs in a file beside the code of model.module"
+        )
+        raise SpecError([FieldProblem("spec", "size", message)])
+    return spec
 
 
 def load_spec(text: str, overrides: Sequence[str] = ()) -> JobSpec:

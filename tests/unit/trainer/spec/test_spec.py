@@ -296,11 +296,23 @@ def test_text_that_no_answer_could_carry_is_refused() -> None:
         spec_document() | {"labels": {"team": "\ud800"}},
         spec_document() | {"\ud800": 1},
         spec_document() | {"features": [{"name": "u", "type": "id", "table": "\ud800"}]},
+        with_options({"city": "\ud800"}),
     ):
         with pytest.raises(SpecError) as caught:
             validate_spec(document)
         for problem in caught.value.problems:
             f"{problem.path} {problem.message}".encode()
+
+
+def with_options(options: dict[str, object]) -> dict[str, object]:
+    model = spec_document()["model"] | {"module": "mine:Model", "options": options}
+    return spec_document() | {"model": model}
+
+
+def test_a_spec_that_would_fill_the_store_is_refused() -> None:
+    assert validate_spec(with_options({"cities": ["x" * 1000] * 1000}))
+    with pytest.raises(SpecError, match=r"more than the 2097152 of any spec.*model\.options"):
+        validate_spec(with_options({"cities": ["x" * 1000] * 2100}))
 
 
 def test_all_faults_are_reported_at_once() -> None:

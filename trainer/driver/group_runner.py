@@ -206,7 +206,8 @@ class GroupRunLoop:
         self._lost_at: dict[str, float] = {}  # when a group was lost last, by host
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
-        self._short_since: float | None = None  # of groups
+        # When there were enough groups last, and any at all.
+        self._enough_at = self._any_at = self.config.clock()
         self._is_shortage_told = False
         self._size: int | None = None
         self._resize_cause = ""
@@ -545,21 +546,23 @@ class GroupRunLoop:
         self.config.attempt.report_resize(before, size, self._resize_cause, restarted=False)
 
     def _check_shortage(self) -> Ended | None:
-        """Tell once that there have been too few groups for a while; ends a run that has none."""
+        """Tell once that there have been too few groups for a while; ends a run that had none."""
         now, attempt = self.config.clock(), self.config.attempt
         num_groups, has_autoscaler = len(self._staying), attempt.capacity is not None
         if num_groups >= self._policy.least:
-            self._short_since, self._is_shortage_told = None, False
-            return None
-        self._short_since = now if self._short_since is None else self._short_since
-        if now - self._short_since < attempt.spec.recovery.start_grace_s:
+            self._enough_at, self._is_shortage_told = now, False
+        if self._groups or has_autoscaler:
+            self._any_at = now
+        is_empty = now > self._any_at
+        since = self._any_at if is_empty else self._enough_at
+        if now - since < attempt.spec.recovery.start_grace_s:
             return None
         message = (
             f"the cluster has room for {num_groups} groups of {self._policy.group_size} workers "
             "each, outside the hosts that are drained or excluded, and the job needs "
             f"{self._policy.least}"
         )
-        if not (self._groups or has_autoscaler):
+        if is_empty:
             return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
         if not self._is_shortage_told:
             then = (

@@ -383,11 +383,14 @@ def test_the_last_copy_whose_loss_is_nan_starts_over_under_the_same_coordinator(
         del world.hosts[host]
         world.end((number, 0), LOST)
     assert world.look() is None
+    assert world.look(31) is None, "it trains on with fewer groups"
     del world.standings[0, 0]
     poisoned = Departure(group=0, incarnation=0, reason="poisoned", message="", is_lost=False)
     world.departures.append(poisoned)
     world.end((0, 0), LOST)
+    world.hosts["a"] = 0  # it is not free at once
     assert world.look() is None
+    world.hosts["a"] = 1
     assert world.look(5) is None
     assert (0, 1) in world.runs
 

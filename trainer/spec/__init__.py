@@ -26,7 +26,7 @@ def validate_spec(document: Any) -> JobSpec:
     """Check a parsed document; raises `SpecError` that names the path of every faulty field."""
     spec = JobSpec.checked(document)
     try:
-        num_chars = len(spec.model_dump_json(exclude_unset=True))
+        num_chars = len(spec.model_dump_json(exclude_defaults=True))
     except PydanticSerializationError:
         message = "has a text with half of a surrogate pair (\\ud800 to \\udfff), which is no UTF-8"
         raise SpecError([FieldProblem("spec", "text", message)]) from None

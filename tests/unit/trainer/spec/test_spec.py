@@ -311,6 +311,9 @@ def with_options(options: dict[str, object]) -> dict[str, object]:
 
 def test_a_spec_that_would_fill_the_store_is_refused() -> None:
     assert validate_spec(with_options({"cities": ["x" * 1000] * 1000}))
+    features = [{"name": f"f{n}", "type": "id", "table": "users"} for n in range(12_000)]
+    spec = validate_spec(spec_document() | {"features": spec_document()["features"] + features})
+    assert validate_spec(spec.model_dump(mode="json")) == spec, "with its defaults written out"
     with pytest.raises(SpecError, match=r"more than the 2097152 of any spec.*model\.options"):
         validate_spec(with_options({"cities": ["x" * 1000] * 2100}))
 

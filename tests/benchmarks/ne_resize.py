@@ -84,7 +84,7 @@ def _train(
             group.optimizers.set_share(turn.num_live / NUM_GROUPS)
         for number in turn.of_group(dist.get_rank()):
             group.train(teacher.draw(settings.batch_size, [_ROWS, seed, number]), number)
-        group.sync([float(len(turn.of_group(each))) for each in range(NUM_GROUPS)], turn.stop)
+        group.sync([float(len(turn.of_group(each))) for each in range(NUM_GROUPS)])
         if turn.ends_phase:
             curve.rows.append(turn.stop * settings.batch_size)
             curve.ne.append(held_out_ne(group.model, meter, held_out))
@@ -140,9 +140,8 @@ class SimulatedGroup:
         loss.backward()
         self.optimizers.step()
 
-    def sync(self, weights: list[float], num_batches: int) -> None:
-        """Average all that the groups hold, by `weights`; so many batches were trained by now."""
-        self.optimizers.set_num_steps(max(1, num_batches // NUM_GROUPS))
+    def sync(self, weights: list[float]) -> None:
+        """Average all that the groups hold, by `weights`."""
         replicas = ReplicaCollectives([self._group], torch.device("cpu"), weights)
         tensors, states = self.optimizers.synced_whole(dense=True)
         of_rows = [

@@ -157,10 +157,6 @@ class GroupSession(Session):
         return self.ledger.rows_done
 
     @property
-    def _accumulate_steps(self) -> int:
-        return self.spec.training.accumulate_steps
-
-    @property
     def num_rows(self) -> int:
         """Rows that the whole run trains."""
         training, shape = self.spec.training, self.shape
@@ -225,7 +221,8 @@ class GroupSession(Session):
     def _train_batch(self, batch: Batch, is_last: bool) -> None:
         interval = self._interval
         # What is accumulated is used up before the groups' dense parts are averaged.
-        is_dense_step = is_last or (interval.num_steps + 1) % self._accumulate_steps == 0
+        every = self.spec.training.accumulate_steps
+        is_dense_step = is_last or (interval.num_steps + 1) % every == 0
         step = min(self.state.step + self._num_steps_ahead + 1, self.total_steps)
         loss = self.run_step(batch, step, is_dense_step)
         interval.num_steps += 1
@@ -408,9 +405,6 @@ class GroupSession(Session):
         is_complete = rows_done >= self.num_rows
         step = self.total_steps if is_complete else rows_done // self.shape.rows_per_step
         self.state = TrainState.at(step, position, ledger)
-        # Groups took unequal numbers of steps since the last sync, with equal results.
-        num_steps = self.state.step + self._num_steps_ahead
-        self.optimizers.set_num_steps(-(-num_steps // self._accumulate_steps))
         self.tuner.resume(ledger.tuning)
         self.quarantine.check(num_trained=ledger.quarantined[1])
 

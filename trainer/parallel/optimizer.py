@@ -262,7 +262,9 @@ class Optimizers:
         self.dense.init_state()  # a step, by gradients of 0
         group.update(rates)
         self.dense.zero_grad()
-        self.set_num_steps(0)
+        for state in self.dense.state.values():
+            if "step" in state:
+                state["step"].zero_()
 
     def begin_step(self, step: int, total_steps: int) -> None:
         """Set the learning rates of `step` (counted from 1), also in FBGEMM, and drop gradients.
@@ -352,16 +354,6 @@ class Optimizers:
         if self._gradient_norm is not None:
             norm = self._gradient_norm.double().reshape(1)
             yield Part(norm[:0], _gradient_norm, peaks=norm)
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Let the dense optimizer go on as after `num_steps` steps.
-
-        Groups that took unequal numbers of steps since their last sync must correct the bias of
-        their moments alike.
-        """
-        for state in self.dense.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].fill_(num_steps)
 
     @torch.no_grad()
     def rescale_moments(self, factor: float) -> None:

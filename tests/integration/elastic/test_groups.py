@@ -6,6 +6,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,17 +15,23 @@ from tests.harness.chaos import SLOW_PACE_S, Campaign, elastic_config
 from tests.harness.elastic import ElasticHarness
 from tests.harness.files import records_in, replace_values
 from tests.harness.object_store import ObjectStore
+from tests.harness.ranks import run_in_turn
+from tests.harness.sessions import TOKEN, snapshot, train_session
 from tests.harness.wait import scaled
 from tests.integration.ranks.test_movielens_arch import example_config
 from trainer import failures
 from trainer.checkpoint.files import checkpoints_of
 from trainer.checkpoint.save_load import list_committed
+from trainer.coordination.client import Identity
+from trainer.elastic.group_session import GroupSession
 from trainer.fault_injection import Fault
+from trainer.layout.layout import Layout
 from trainer.protocol import requests
 from trainer.protocol.events import Metrics, Recovered, SyncIntervalChanged
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
-from trainer.protocol.worker_config import SecretEnv, WorkerConfig
+from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
+from trainer.training.worker import groups_of
 
 TIMEOUT_S = 60.0
 ONE_EPOCH = "training.epochs=1"
@@ -214,3 +222,32 @@ def test_a_run_of_one_group_goes_on_bitwise_from_its_checkpoint(
     resumed = states_of(again, tmp_path / "harness_again")
     assert len(resumed) > 4
     assert resumed == whole[-len(resumed) :]
+
+
+def begin_group(config: WorkerConfig) -> dict[str, Any]:
+    """What a group of one rank begins with where no other one trains."""
+    client = Mock(identity=Identity(0, 0, 0, 1, "127.0.0.1"), token=TOKEN)
+    client.join.return_value.has_current = False
+    groups = groups_of(config, Layout(1, 1, "inter_host"), host=None)
+    session = GroupSession(replace(config, group=GroupConfig(0, 0, "none")), groups, client)
+    try:
+        session.begin()
+        return snapshot(session)["dense"]
+    finally:
+        session.close()
+
+
+def test_a_group_that_begins_from_another_job_keeps_the_steps_of_adam(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    def config(run: str, *changes: str) -> WorkerConfig:
+        return example_config(small_movielens, tmp_path / run, *ONE_GROUP, *changes)
+
+    one = ("parallelism={workers: 1, shard_group_size: 1}", "recovery={}", "training.max_steps=8")
+    alone = config("job", *one)
+    warm = config("warm", f"checkpoint.warm_start={{path: {tmp_path / 'job'}}}")
+    resumed = config("job")  # whose steps are of the rows of two workers
+    ranks = run_in_turn(1, (train_session, alone), (begin_group, warm), (begin_group, resumed))
+    for dense in (ranks[0][0]["dense"], ranks[1][0], ranks[2][0]):
+        steps = {value.item() for name, value in dense.items() if name.endswith(".step")}
+        assert steps == {8}

@@ -1107,8 +1107,7 @@ def leader(led: LeaderProgress, step: int, validate_every: int | None = None) ->
 
 def test_bad_rows_of_all_groups_count_against_the_whole_split() -> None:
     session: Any = leader(LeaderProgress(), 1)
-    session.spec.training.accumulate_steps = 1
-    session.optimizers, session.tuner = Mock(), SyncTuner(SyncSpec())
+    session.tuner = SyncTuner(SyncSpec())
     data = SimpleNamespace(on_bad_rows="quarantine", max_bad_share=0.1)
     spec: Any = SimpleNamespace(data=data)
     session.quarantine = QuarantineReporter(spec, (320, 100), lambda event: None)

@@ -79,14 +79,16 @@ class ReaderProcess:
                 _send(self._socket, request)
                 answer, memory = _receive(self._socket, self._pin)
             except OSError as error:
-                code = None
+                code: int | str = "not known yet"
                 with suppress(subprocess.TimeoutExpired):
                     code = self._process.wait(_END_S)
                 # Both may not recur after a restart: `trainer.failures` knows them by this.
-                kind = MemoryError if code == -signal.SIGKILL else RuntimeError
+                kind: type[Exception] = RuntimeError
+                why = "see the end of this worker's log for its error"
+                if code == -signal.SIGKILL:
+                    kind, why = MemoryError, "was it killed, perhaps for memory?"
                 raise kind(
-                    f"the process that reads data has ended (exit code {code}, {error}): was it "
-                    "killed, perhaps for memory?"
+                    f"the process that reads data has ended (exit code {code}, {error}): {why}"
                 ) from error
         is_well, value = _Unpickler(answer, memory).load()
         if is_well:

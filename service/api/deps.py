@@ -197,8 +197,8 @@ def known_hosts(spec: JobSpec, context: Context) -> tuple[HostFacts, ...]:
     """Hosts that a job will find, as far as they are known: of a shared cluster as it told last,
     so that nobody waits long for one that hangs."""
     if spec.resources.cluster == "shared":
-        context.cluster.latest(CLUSTER_S)
-        return context.cluster.hosts()
+        is_reachable, _ = context.cluster.latest(CLUSTER_S)
+        return context.cluster.hosts() if is_reachable else ()
     return hosts_for(context.backend, spec)
 
 

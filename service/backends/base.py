@@ -90,14 +90,14 @@ class ClusterWatch:
         self._every_s = every_s
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
-        self._asked_at = -math.inf
-        self._answer: tuple[bool | None, str] = (None, "not asked yet")
+        self._asked_at = self._answered_at = -math.inf
+        self._answer: tuple[bool | None, str] = (None, "it has not answered yet")
         self._hosts: tuple[HostFacts, ...] = ()
 
     def latest(self, wait_s: float = 0.5) -> tuple[bool | None, str]:
         """Whether the cluster answered, and a line about it; None while nothing is known.
 
-        Waits for an answer for `wait_s` seconds at most.
+        Waits for an answer for `wait_s` seconds at most; one that is too old says nothing any more.
         """
         with self._lock:
             asking = self._asking
@@ -108,23 +108,25 @@ class ClusterWatch:
                 asking.start()
         if asking is not None:
             asking.join(wait_s)
+        age_s = time.monotonic() - self._answered_at
+        if asking is not None and asking.is_alive() and self._every_s < age_s < math.inf:
+            return None, f"it has not answered for {age_s:.0f} s"
         return self._answer
 
     def hosts(self) -> tuple[HostFacts, ...]:
-        """The hosts that it told of last; none while it does not answer."""
+        """The hosts of its last answer, however old; none where that was a failure."""
         self.latest()
         return self._hosts
 
     def _ask(self) -> None:
         hosts: tuple[HostFacts, ...] = ()
         try:
-            self._answer = (True, self._backend.check())
+            answer = (True, self._backend.check())
             hosts = self._backend.hosts() or ()
         except Exception as error:  # whatever it is, the probe says so
-            self._answer = (False, str(error) or type(error).__name__)
-        finally:
-            self._hosts = hosts
-            self._asking = None
+            answer = (False, str(error) or type(error).__name__)
+        self._answer, self._hosts, self._answered_at = answer, hosts, time.monotonic()
+        self._asking = None
 
 
 def has_own_cluster(job: Job) -> bool:

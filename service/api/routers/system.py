@@ -93,9 +93,9 @@ def get_cluster(context: ContextDep) -> ClusterOut:
         reachable=bool(is_reachable),
         backend=context.backend.name,
         address=context.backend.address,
-        message="it has not answered yet" if is_reachable is None else message,
+        message=message,
         max_workers=context.settings.cluster_max_workers,
-        hosts=list(context.cluster.hosts()),
+        hosts=list(context.cluster.hosts() if is_reachable else ()),
     )
 
 

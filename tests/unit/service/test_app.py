@@ -113,9 +113,9 @@ def test_a_cluster_that_hangs_keeps_no_probe_waiting(tmp_path: Path) -> None:
             raise BackendUnreachable("no answer")
 
     watch = ClusterWatch(Hanging(tmp_path), every_s=0)
-    assert watch.latest(wait_s=0.01) == (None, "not asked yet")
+    assert watch.latest(wait_s=0.01) == (None, "it has not answered yet")
     num_threads = threading.active_count()
-    assert watch.latest(wait_s=0.01) == (None, "not asked yet")
+    assert watch.latest(wait_s=0.01) == (None, "it has not answered yet")
     assert threading.active_count() == num_threads, "it is asked once at a time"
     released.set()
     wait_for(lambda: watch.latest() == (False, "no answer"), "the answer")

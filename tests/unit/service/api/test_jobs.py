@@ -105,7 +105,15 @@ def test_a_plan_is_made_for_the_cluster_that_there_is(api: Api) -> None:
     assert plan["cluster"] == "hosts not known"
 
 
-def test_nobody_waits_for_a_cluster_that_hangs(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_answered", [False, True], ids=["from the start", "since"])
+def test_nobody_waits_for_a_cluster_that_hangs(
+    api: Api, monkeypatch: pytest.MonkeyPatch, has_answered: bool
+) -> None:
+    state = api.http.app.state  # type: ignore[attr-defined]
+    state.context = replace(state.context, cluster=ClusterWatch(api.backend, every_s=0))
+    if has_answered:
+        api.backend.set_hosts(HostFacts("a", 2, 0, 2**30))
+        assert len(api.http.get("/v1/cluster").json()["hosts"]) == 1
     answers = threading.Event()
     for name in ("check", "hosts"):
         monkeypatch.setattr(api.backend, name, lambda: answers.wait(scaled(20.0)))

@@ -62,8 +62,9 @@ from trainer.protocol.run_dir import RunDir
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 
-# How long a reader waits for a cluster to tell of itself, where it did not lately.
-CLUSTER_S = 2.0
+# How long a reader waits for a cluster to tell of itself, where it did not lately: a busy one may
+# take seconds.
+CLUSTER_S = 5.0
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 

@@ -110,7 +110,7 @@ class ClusterWatch:
             asking.join(wait_s)
         age_s = time.monotonic() - self._answered_at
         if asking is not None and asking.is_alive() and self._every_s < age_s < math.inf:
-            return None, f"it has not answered for {age_s:.0f} s"
+            return None, f"it has not answered yet; its last answer is {age_s:.0f} s old"
         return self._answer
 
     def hosts(self) -> tuple[HostFacts, ...]:

@@ -13,6 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from service.api import deps
+from service.api.routers import system
 from service.api.views import progress_of
 from service.backends.base import ClusterWatch
 from service.backends.fake import Script
@@ -115,6 +117,8 @@ def test_nobody_waits_for_a_cluster_that_hangs(
         api.backend.set_hosts(HostFacts("a", 2, 0, 2**30))
         assert len(api.http.get("/v1/cluster").json()["hosts"]) == 1
     answers = threading.Event()
+    for module in (deps, system):
+        monkeypatch.setattr(module, "CLUSTER_S", 0.1)
     for name in ("check", "hosts"):
         monkeypatch.setattr(api.backend, name, lambda: answers.wait(scaled(20.0)))
     try:

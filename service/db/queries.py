@@ -75,7 +75,7 @@ _MAX_WALKS = 64
 _MAX_LINES = 100_000
 _LARGE_BYTES = 1 << 16
 _MAX_LARGE_BYTES = 1 << 26
-# Of one job, which are read at once: the newest ones, and metrics of each.
+# Of one job, which are read at once: the best and the newest ones, and metrics of each.
 _MAX_CHECKPOINTS = 2000
 _MAX_CHECKPOINT_METRICS = 200
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
@@ -425,8 +425,6 @@ def _change_checkpoint(
 def _forget_first_checkpoints(connection: Connection, job_id: str) -> None:
     """Keep as many rows as may be read at once; the files stay."""
     own = checkpoints.c.job_id == job_id
-    newest = select(checkpoints.c.path).where(own).order_by(checkpoints.c.step.desc())
-    delete_first = delete(checkpoints).where(
-        own, checkpoints.c.path.in_(newest.offset(_MAX_CHECKPOINTS))
-    )
-    connection.execute(delete_first)
+    order = (checkpoints.c.is_best.desc(), checkpoints.c.step.desc())
+    first = select(checkpoints.c.path).where(own).order_by(*order).offset(_MAX_CHECKPOINTS)
+    connection.execute(delete(checkpoints).where(own, checkpoints.c.path.in_(first)))

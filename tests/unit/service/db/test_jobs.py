@@ -89,11 +89,12 @@ def test_no_flood_of_records_is_read_at_once(
     job, attempt = store_attempt(store)
     named = {f"m{number}": 0.0 for number in range(300)}
     saved = [checkpoint(step).model_copy(update={"metrics": named}) for step in range(2100)]
+    saved[7] = saved[7].model_copy(update={"is_best": True})
     flood = [*saved, *[layout_chosen()] * 600, *[workers_started()] * 200]
     for at in range(0, len(flood), 1000):
         store.append_events(attempt.id, batch(*flood[at : at + 1000], first_seq=at), NOW)
     kept = store.list_checkpoints(job.id)
-    assert (len(kept), kept[-1].step) == (2000, 2099)
+    assert (len(kept), kept[0].step, kept[1].step, kept[-1].step) == (2000, 7, 101, 2099)
     assert len(kept[-1].metrics) == 200
     replace_attempt(store, job.id)
     read, rows = [], store.rows

@@ -94,7 +94,8 @@ def _place_problem(
     try:
         return in_time(folder, look)
     except OSError as error:
-        shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
+        place = str(error.filename or path)
+        shown = place if len(place) <= _MAX_SHOWN_CHARS else f"{place[:_MAX_SHOWN_CHARS]}..."
         message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
         return FieldProblem(field, UNREADABLE, message)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from service import errors
 from service.db.jobs import JobStore
 from service.domain.models import Job
+from service.jobs import submit
 from tests.harness.builders import spec_document
 from tests.harness.service import Api, problem_in
 
@@ -82,6 +85,11 @@ def test_data_that_cannot_be_read_is_refused(api: Api, tmp_path: Path) -> None:
         assert (fault["path"], fault["code"]) == ("data.path", code)
         assert len(fault["message"]) < 400
         assert len(str(path)) > 1000 or str(path) in fault["message"]
+    path = other / "manifest.json"
+    denied = PermissionError(errno.EACCES, "Permission denied", str(path))
+    with patch.object(submit, "read_untrusted", side_effect=denied):
+        (fault,) = _refused(api, data=_data(other))
+    assert f"cannot look at {path} (Permission denied)" in fault["message"]
 
 
 def test_a_checkpoint_path_of_which_no_checkpoint_could_be_stored_is_refused(api: Api) -> None:

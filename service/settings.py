@@ -224,7 +224,7 @@ class Settings(BaseSettings):
     """Age at which uploads of code are deleted that no living job names (jobs that have run have
     copies); 0 keeps them."""
     code_max_bytes: int = Field(default=10 * 2**30, ge=2**20)
-    """Most bytes of uploaded code that are kept."""
+    """Most bytes of uploaded code that are kept, of 9900 uploads at most."""
     export_retention_days: float = Field(default=0.0, ge=0)
     """Age at which exports of jobs are deleted that nobody is making; 0 keeps them."""
     rate_limit_per_s: PositiveFloat = 50.0

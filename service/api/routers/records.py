@@ -207,6 +207,6 @@ def get_metrics(
 
 @router.get("/jobs/{job}/checkpoints", summary="Committed checkpoints of a job")
 def list_checkpoints(job: JobDep, context: ContextDep) -> Page[CheckpointOut]:
-    """Checkpoints that still exist, in step order, all on one page."""
+    """The best and the newest that still exist (up to 2000) in step order, all on one page."""
     found = context.store.list_checkpoints(job.id)
     return Page(items=[CheckpointOut.model_validate(checkpoint) for checkpoint in found])

@@ -176,7 +176,8 @@ class LocalStack:
                 self._check_can_start(port, before)
                 state, parts = self._launch(port, before)
                 wait_until_ready(parts, report, self.log_tail)
-            while num_hosts > 1 and len(self.running_hosts()) < num_hosts - 1:
+            num_there = len(self.running_hosts()) if num_hosts > 1 else 0
+            for _ in range(num_hosts - 1 - num_there):
                 report(f"host {self._add_host()} joined")
             undo.pop_all()
             return state

@@ -303,14 +303,18 @@ def test_a_stack_that_runs_gets_the_hosts_that_it_lacks(monkeypatch, home):
     keep_stack(home, service=THIS_PROCESS, hosts=hosts, **RAY_URLS)
     monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
 
+    started = iter([THIS_PROCESS, DEAD_PROCESS])
+
     def join(stack: LocalStack, state: StackState, ray: RayState, node: RayNode) -> bool:
-        hosts = state.hosts | {node.address: THIS_PROCESS}
+        hosts = state.hosts | {node.address: next(started)}
         return home.write(state.model_copy(update={"hosts": hosts})) is None
 
     monkeypatch.setattr(LocalStack, "_try_host", join)
     assert "host 127.0.0.4 joined" in shardloom("up", "--hosts", "3").stdout
     assert "joined" not in shardloom("up", "--hosts", "2").stdout
     assert [*home.read_state().hosts] == ["127.0.0.3", "127.0.0.4"]
+    done = shardloom("up", "--hosts", "4")
+    assert done.exit_code == 0, "one that ends at once is not replaced again and again"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "127.0.0.1", "::1", "gpu-1"])

@@ -120,8 +120,7 @@ def encode_catalogue(
 
 def _encode_lists(lists: pl.Series, vocabulary: VocabularyEncoder) -> pa.ListArray:
     offsets = offsets_of(lists.list.len().to_numpy().astype(np.int64)).astype(np.int32)
-    # Older Polars would explode an empty list to a null.
-    ids = vocabulary.encode(lists.filter(lists.list.len() > 0).explode().to_arrow())
+    ids = vocabulary.encode(lists.explode(empty_as_null=False).to_arrow())
     return pa.ListArray.from_arrays(offsets, ids)
 
 

@@ -1,8 +1,9 @@
 """Placement of sharding groups on hosts, and when to start or retire one: pure decisions.
 
 Groups are kept on hosts of their own, because a lost host then takes one copy of the tables with it
-and not two. A group that must move is started elsewhere under another number first, and retired
-when the new one trains.
+and not two. Where they go is `trainer.layout.choice.placements`, by which a plan places them too. A
+group that must move is started elsewhere under another number first, and retired when the new one
+trains.
 
 Spare groups are started where all others have room, on hosts of their own if there are such. One
 is promoted as soon as a group is missing, and another one started in its place.
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
-from trainer.driver.cluster import Host, fill_hosts
+from trainer.driver.cluster import Host
+from trainer.layout.choice import Room, placements
 
 GroupPhase = Literal["starting", "idle", "training", "leaving"]
 """`starting`: not current yet; `idle`: a spare that is ready; `leaving`: asked to leave."""
@@ -198,23 +200,48 @@ def _starts(policy: GroupPolicy, view: View) -> list[Start]:
     """Starts of the groups that are missing and then of spares, as far as there is room."""
     if not view.may_start:
         return []
-    num_on = Counter(host for group in view.groups for host in set(group.hosts))
-    slots = _HostSlots(policy, _usable(policy, view), view.target, num_on)
+    hosts, target = _usable(policy, view), view.target
+    num_missing = max(0, target - len(view.staying))
+    places = list(itertools.islice(_places(policy, view, hosts, target), num_missing))
+    if len(places) == num_missing:  # nothing waits for spares
+        sure = [host for host in hosts if host.address not in view.doubtful]
+        spares = _places(policy, view, sure, target + policy.num_spares, places, are_spares=True)
+        places += itertools.islice(spares, max(0, policy.num_spares - len(view.spares)))
     taken = {group.group for group in view.groups}
     numbers = (number for number in itertools.count() if number not in taken)
-    starts: list[Start] = []
-    num_missing = max(0, view.target - len(view.staying))
-    num_wanted = num_missing + max(0, policy.num_spares - len(view.spares))
-    for place in range(num_wanted):
-        if place == num_missing:  # nothing waits for spares
-            slots.target += policy.num_spares
-            slots.may_share = policy.least_hosts == 1
-            slots.hosts = [host for host in slots.hosts if host.address not in view.doubtful]
-        hosts = slots.take()
-        if hosts is None:
-            break
-        starts.append(Start(next(numbers), hosts, is_spare=place >= num_missing))
-    return starts
+    return [
+        Start(number, place, is_spare=index >= num_missing)
+        for index, (number, place) in enumerate(zip(numbers, places, strict=False))
+    ]
+
+
+def _places(
+    policy: GroupPolicy,
+    view: View,
+    hosts: Sequence[Host],
+    target: int,
+    taken: Sequence[tuple[str, ...]] = (),
+    *,
+    are_spares: bool = False,
+) -> Iterator[tuple[str, ...]]:
+    """Places for one more group after another, beside those that are there and those `taken`."""
+    num_taken = Counter(host for place in taken for host in place)
+    there = [*taken, *(group.hosts for group in view.groups)]
+    num_on = Counter(host for place in there for host in set(place))
+    rooms = [
+        Room(host.num_slots, host.num_free - num_taken[host.address], num_on[host.address])
+        for host in hosts
+    ]
+    kept = [*taken, *(group.hosts for group in (*view.staying, *view.spares))]
+    found = placements(
+        rooms,
+        policy.group_size,
+        target,
+        num_across=sum(len(set(place)) > 1 for place in kept),
+        least_hosts=policy.least_hosts,
+        may_share=not are_spares or policy.least_hosts == 1,
+    )
+    return (tuple(hosts[n].address for n in place) for place in found)
 
 
 def _usable(policy: GroupPolicy, view: View) -> list[Host]:
@@ -224,52 +251,6 @@ def _usable(policy: GroupPolicy, view: View) -> list[Host]:
     good = [host for host in allowed if host.address not in view.excluded]
     has_enough = sum(host.num_slots for host in good) >= policy.least * policy.group_size
     return good if has_enough else allowed
-
-
-@dataclass
-class _HostSlots:
-    """Takes room for one group after another; `num_on` counts the groups on each host."""
-
-    policy: GroupPolicy
-    hosts: list[Host]
-    target: int
-    num_on: Counter[str]
-    may_share: bool = True
-
-    def take(self) -> tuple[str, ...] | None:
-        """The hosts of the next group's ranks; None without room."""
-        size = self.policy.group_size
-        inside = [host for host in self.hosts if host.num_slots >= size]
-        # Across hosts only where no host holds a whole group, even when it is empty.
-        hosts = self._inside(inside) if inside else self._across()
-        taken = Counter(hosts or ())
-        self.hosts = [
-            replace(host, num_free=host.num_free - taken[host.address]) for host in self.hosts
-        ]
-        self.num_on.update(taken.keys())
-        return hosts
-
-    def _inside(self, able: Sequence[Host]) -> tuple[str, ...] | None:
-        size = self.policy.group_size
-        free = [host for host in able if host.num_free >= size and self._may_take(host, len(able))]
-        if not free:
-            return None
-        best = min(free, key=lambda host: (self.num_on[host.address], -host.num_free))
-        return (best.address,) * size
-
-    def _may_take(self, host: Host, num_able: int) -> bool:
-        if not self.num_on[host.address]:
-            return True
-        num_hosts = sum(self.num_on[each.address] > 0 for each in self.hosts)
-        is_spread = num_hosts >= self.policy.least_hosts
-        return self.may_share and is_spread and num_able < self.target
-
-    def _across(self) -> tuple[str, ...] | None:
-        """A group over several hosts that no other group is on, as few as possible."""
-        empty = [host for host in self.hosts if not self.num_on[host.address]]
-        places = fill_hosts(empty, self.policy.group_size)
-        is_whole = len(places) == self.policy.group_size
-        return tuple(host.address for host in places) if is_whole else None
 
 
 def _moves(

@@ -1,7 +1,8 @@
 """The layout for a job: legal candidates with their prices, and the best one for spec and hosts.
 
 Pure arithmetic, no torch. `candidates` lists every legal layout, `choose` takes the best one that
-survives what it must, with the reason in a sentence, or says what would be needed.
+survives what it must, with the reason in a sentence, or says what would be needed. Independent
+groups are placed by `placements`, by which the driver starts them, too.
 `GroupHosts[g][s]` is the index of the host that holds shard s of sharding group g.
 
 What `auto` means:
@@ -20,15 +21,17 @@ What `auto` means:
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from trainer.layout.cost import memory_overhead_bytes, sync_latency_s
-from trainer.layout.layout import Layout, LayoutError, num_hosts_survived
+from trainer.layout.layout import Layout, LayoutError
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import FailureDomain
 
@@ -37,56 +40,79 @@ GroupHosts = tuple[tuple[int, ...], ...]
 _NUM_SMALL = 64
 
 
-def packings(hosts: Sequence[int], group_size: int, most_groups: int) -> tuple[GroupHosts, ...]:
-    """Ways to place independent groups, each a different one; none where no group fits.
+class Room(NamedTuple):
+    """A host for groups: `slots` workers fit when it is empty, `free` now; it has `num_groups`."""
 
-    All put groups inside single hosts first, spread over as many hosts as there are. The others
-    add groups that span hosts, from what is left: with no host in common, and one after the other,
-    which makes more of them.
+    slots: int
+    free: int
+    num_groups: int = 0
+
+
+def packing(
+    hosts: Sequence[int], group_size: int, most_groups: int, least_hosts: int
+) -> GroupHosts:
+    """The hosts of each independent group that finds a place where there are no others."""
+    rooms = list(map(Room, hosts, hosts))
+    places = placements(rooms, group_size, most_groups, least_hosts=least_hosts)
+    return tuple(sorted(itertools.islice(places, most_groups)))
+
+
+def placements(
+    rooms: Sequence[Room],
+    size: int,
+    target: int,
+    *,
+    num_across: int = 0,
+    least_hosts: int = 1,
+    may_share: bool = True,
+) -> Iterator[tuple[int, ...]]:
+    """The hosts of one more group after another, while there is room.
+
+    `target` is how many groups there are to be, with those that are there, `num_across` of them
+    across hosts. Groups sit inside single hosts: those with the fewest groups, then with most room.
+    They share one only if they `may_share`, there are fewer such hosts than groups, and
+    `least_hosts` groups share none. Those that would not fit that way even if all were empty are
+    across the hosts that are too small for a whole group, each of which takes part in one.
     """
-    left = list(hosts)
-    inside = _inside_hosts(left, group_size, most_groups)
-    missing = most_groups - len(inside)
-    ways = [
-        inside,
-        inside + _apart(left, group_size, missing),
-        inside + _in_a_row(left, group_size, missing),
-    ]
-    return tuple(dict.fromkeys(tuple(sorted(groups)) for groups in ways if groups))
+    able = [host for host, room in enumerate(rooms) if room.slots >= size]
+    are_able = [slots >= size for slots, _, num_groups in rooms if num_groups]
+    num_apart = sum(are_able) + min(are_able.count(False), num_across)
+    num_across += sum(rooms[host].slots // size for host in able)
+    may_share &= len(able) < target
+    inside = [(rooms[n].num_groups, -rooms[n].free, n) for n in able if rooms[n].free >= size]
+    heapq.heapify(inside)
+    small = sorted(
+        (free, -host)
+        for host, (slots, free, num_groups) in enumerate(rooms)
+        if slots < size and free and not num_groups
+    )
+    while True:
+        is_spread = num_apart >= least_hosts
+        may_be_across = num_across < target or not (is_spread or len(able) >= least_hosts)
+        if inside and (not inside[0][0] or (may_share and is_spread)):
+            num_groups, free, host = heapq.heappop(inside)
+            num_apart += not num_groups
+            if free + size <= -size:
+                heapq.heappush(inside, (num_groups + 1, free + size, host))
+            yield (host,) * size
+        elif may_be_across and (group := _across(small, size)):
+            num_apart, num_across = num_apart + 1, num_across + 1
+            yield group
+        else:
+            return
 
 
-def _inside_hosts(left: list[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
-    """Groups on one host each, taken from `left`: hosts with fewest groups, then most room."""
-    groups: list[tuple[int, ...]] = []
-    order = [(0, -room, host) for host, room in enumerate(left) if room >= size]
-    heapq.heapify(order)
-    while order and len(groups) < most_groups:
-        num_groups, _, host = heapq.heappop(order)
-        groups.append((host,) * size)
-        left[host] -= size
-        if left[host] >= size:
-            heapq.heappush(order, (num_groups + 1, -left[host], host))
-    return groups
+def _across(small: list[tuple[int, int]], size: int) -> tuple[int, ...]:
+    """A group on as few hosts as may be, taken from `small`: (room, -host), in order; or nothing.
 
-
-def _apart(left: Sequence[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
-    """Groups that span hosts of which each belongs to one of them."""
-    groups: list[tuple[int, ...]] = []
-    group: list[int] = []
-    for host, room in enumerate(left):
-        if len(groups) == most_groups:
-            break
-        group += [host] * min(room, size)
-        if len(group) >= size:
-            groups.append(tuple(group[:size]))
-            group = []
-    return groups
-
-
-def _in_a_row(left: Sequence[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
-    """Groups that take one free place after the other."""
-    places = _places(left, size * most_groups)
-    return [places[start : start + size] for start in range(0, len(places) - size + 1, size)]
+    The largest come first, and last the smallest that is enough.
+    """
+    hosts: list[int] = []
+    while small and (missing := size - len(hosts)):
+        is_enough = small[-1][0] >= missing
+        room, host = small.pop(bisect.bisect_right(small, (missing - 1, 0)) if is_enough else -1)
+        hosts += [-host] * min(room, missing)
+    return tuple(hosts) if len(hosts) == size else ()
 
 
 def _places(hosts: Sequence[int], most: int) -> tuple[int, ...]:
@@ -225,6 +251,7 @@ def choose(need: Need) -> Choice:
     """
     possible = candidates(need)
     if not possible or possible[0].num_hosts_survived < need.survive_hosts:
+        possible = possible or candidates(replace(need, survive_hosts=0))
         raise LayoutError(_why_none(need, possible))
     return replace(possible[0], reason=_reason(need, possible[0]))
 
@@ -269,9 +296,8 @@ def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
     most_groups = need.max_workers // size
     # What a lost host takes down is the same as `ParallelismSpec.failure_domain`.
     if placement == "inter_host" and most_groups > 1 and not need.tied_by:
-        for hosts in packings(need.hosts, size, most_groups):
-            layout = Layout(size * len(hosts), size, placement)
-            yield _priced(need, layout, hosts, "replica_group")
+        if hosts := packing(need.hosts, size, most_groups, 1 + need.survive_hosts):
+            yield _priced(need, Layout(size * len(hosts), size, placement), hosts, "replica_group")
     elif num_workers := min(most_groups, sum(need.hosts) // size) * size:
         layout, places = Layout(num_workers, size, placement), _places(need.hosts, num_workers)
         groups = tuple(tuple(places[p] for p in group) for group in layout.sharding_groups)
@@ -279,7 +305,8 @@ def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
 
 
 def _priced(need: Need, layout: Layout, hosts: GroupHosts, domain: FailureDomain) -> Choice:
-    survived = num_hosts_survived(hosts) if domain == "replica_group" else 0
+    # Groups have all of their hosts in common, or none.
+    survived = len(set(hosts)) - 1 if domain == "replica_group" else 0
     choice, size_bytes = Choice(layout, domain, hosts, survived), need.table_bytes
     if size_bytes is None:
         return choice
@@ -406,10 +433,15 @@ def _why_no_room(need: Need, size: int) -> str:
     free = sum(need.hosts)
     fewest = math.ceil(need.min_workers / size) * size
     rooms = " + ".join(str(room) for room in need.hosts) or "none"
+    lacking = (
+        ", where each holds whole groups, or takes part in one if it is too small for that"
+        if free >= fewest
+        else ""
+    )
     return (
         f"the job needs at least {_counted(fewest, 'worker')} in groups of {size}; the cluster has "
-        f"room for {free} ({rooms} on {_counted(len(need.hosts), 'host')}): add hosts, or lower "
-        "parallelism.workers"
+        f"room for {free} ({rooms} on {_counted(len(need.hosts), 'host')}){lacking}: add hosts, or "
+        "lower parallelism.workers"
     )
 
 

@@ -9,7 +9,7 @@ the cluster really gave out. (2D sparse parallelism paper, section 3.1.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -121,17 +121,3 @@ def placement_warning(mesh: MeshLayout, sites: Sequence[WorkerSite]) -> str | No
             "loses the shard"
         )
     return None
-
-
-def num_hosts_survived(group_hosts: Iterable[Sequence[int]]) -> int:
-    """The greatest k such that any k hosts may be lost and a whole sharding group is left.
-
-    `group_hosts` numbers the hosts of each group, at least one; 0 where one host takes part in all.
-    It is one less than the fewest hosts that meet every group. Those are found greedily, which is
-    exact where groups that span hosts are runs of those hosts that others than single ones span.
-    """
-    meeting: set[int] = set()
-    for hosts in sorted(group_hosts, key=lambda hosts: (len(set(hosts)) > 1, max(hosts))):
-        if meeting.isdisjoint(hosts):
-            meeting.add(max(hosts))
-    return len(meeting) - 1

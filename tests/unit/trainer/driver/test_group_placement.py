@@ -22,6 +22,8 @@ from trainer.driver.group_placement import (
     decide,
     need_of,
 )
+from trainer.layout.choice import Need, choose
+from trainer.layout.layout import LayoutError
 
 THREE = GroupPolicy(group_size=2, least=1, most=3)
 SPREAD = GroupPolicy(group_size=2, least=2, most=3, least_hosts=2)
@@ -52,9 +54,40 @@ def test_a_group_spans_hosts_only_where_none_could_hold_it() -> None:
     policy = GroupPolicy(group_size=4, least=1, most=2)
     small = [host("a", 2), host("b", 2), host("c", 3), host("d", 1)]
     starts = decide(policy, View(small, [], target=2))
-    assert starts == [Start(0, ("c", "c", "c", "a"))]
+    assert starts == [Start(0, ("c", "c", "c", "d")), Start(1, ("a", "a", "b", "b"))]
+    beside = [PlacedGroup(0, ("c", "c", "c", "a"), "training")]
+    left = [host("a", 1, 2), host("b", 2), host("c", 0, 3), host("d", 1)]
+    assert decide(policy, View(left, beside, target=2)) == [], "it would share a host"
     one_is_busy = [host("a", 2), host("b", 2), host("big", 1, slots=4)]
     assert decide(policy, View(one_is_busy, [], target=1)) == []
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=7), st.integers(1, 6), st.integers(2, 5), st.integers(0, 2)
+)
+def test_the_groups_that_a_plan_promises_are_started_and_started_again_when_lost(
+    rooms: list[int], size: int, most: int, survived: int
+) -> None:
+    need = Need(tuple(rooms), size, size * most, size, "inter_host", survived)
+    policy = GroupPolicy(size, 1, most, least_hosts=1 + survived)
+    empty = View([host(str(n), room) for n, room in enumerate(rooms)], [], target=most)
+    starts = [each for each in decide(policy, empty) if isinstance(each, Start)]
+    try:
+        promised = choose(need).group_hosts
+    except LayoutError:
+        assert survived or not starts
+        return
+    assert sorted(tuple(map(int, start.hosts)) for start in starts) == sorted(promised)
+    for lost in starts:
+        there = [start for start in starts if start is not lost]
+        taken = Counter(address for start in there for address in start.hosts)
+        view = replace(
+            empty,
+            hosts=[replace(h, num_free=h.num_free - taken[h.address]) for h in empty.hosts],
+            groups=[PlacedGroup(start.group, start.hosts, "training") for start in there],
+        )
+        (again,) = decide(policy, view)
+        assert isinstance(again, Start)
 
 
 def test_excluded_hosts_take_no_group_unless_the_least_would_not_fit_without() -> None:

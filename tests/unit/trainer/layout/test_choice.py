@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.harness.builders import spec_document
 from trainer.layout.choice import Choice, Need, candidates, choose, need_of
-from trainer.layout.layout import LayoutError, num_hosts_survived
+from trainer.layout.layout import LayoutError
 from trainer.spec import validate_spec
 from trainer.spec.base import MAX_WORKERS
 from trainer.spec.parse import apply_overrides
@@ -62,18 +62,6 @@ def survived_by_trying(groups: tuple[tuple[int, ...], ...], num_hosts: int) -> i
         return all(any(set(group).isdisjoint(lost) for group in groups) for lost in losses)
 
     return max(k for k in range(num_hosts + 1) if is_survived(k))
-
-
-runs_of_hosts = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(
-    lambda ends: tuple(range(min(ends), max(ends) + 1))
-)
-
-
-@given(st.lists(runs_of_hosts, min_size=1, max_size=6).map(tuple))
-def test_survivability_is_exact_for_groups_on_runs_of_hosts(
-    groups: tuple[tuple[int, ...], ...],
-) -> None:
-    assert num_hosts_survived(groups) == survived_by_trying(groups, 6)
 
 
 @given(needs())
@@ -147,6 +135,16 @@ def test_the_price_is_that_of_the_paper() -> None:
         (
             need(3, 3, 3, 3, workers=(4, 8), shard_group_size=4, survive_hosts=1),
             (8, 4, "inter_host", "replica_group"),
+        ),
+        # As many as may be inside single hosts, and the others across those too small for one.
+        (
+            need(4, 3, 3, workers=(4, 8), shard_group_size=4, placement="inter_host"),
+            (8, 4, "inter_host", "replica_group"),
+        ),
+        # One large host survives nothing by itself, however many groups it holds.
+        (
+            need(8, 3, 3, 3, 3, workers=12, shard_group_size=4, survive_hosts=2),
+            (12, 4, "inter_host", "replica_group"),
         ),
         # Elastic: as many workers as there is room for.
         (need(2, 2, workers=(2, 6), shard_group_size=2), (4, 2, "intra_host", "job")),
@@ -231,6 +229,10 @@ def test_a_setting_that_makes_the_job_one_failure_domain_is_named() -> None:
         (
             need(4, whole_table_bytes=(6 * GIB,), worker_table_bytes=5 * GIB),
             ["must stay whole takes 6 GiB", "row_wise"],
+        ),
+        (
+            need(3, 3, 3, workers=8, shard_group_size=4, placement="inter_host"),
+            ["room for 9 (3 + 3 + 3 on 3 hosts)", "each holds whole groups, or takes part in one"],
         ),
         (need(5, shard_group_size=2), ["workers (5) must be a multiple of shard_group_size (2)"]),
         (need(workers=4), ["room for 0 (none on 0 hosts)"]),

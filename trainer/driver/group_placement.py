@@ -19,7 +19,7 @@ from typing import Literal
 
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
 from trainer.driver.cluster import Host
-from trainer.layout.choice import Room, placements
+from trainer.layout.choice import Room, packing, placements
 
 GroupPhase = Literal["starting", "idle", "training", "leaving"]
 """`starting`: not current yet; `idle`: a spare that is ready; `leaving`: asked to leave."""
@@ -249,8 +249,9 @@ def _usable(policy: GroupPolicy, view: View) -> list[Host]:
     avoided = view.avoided
     allowed = [host for host in view.hosts if host.address not in avoided]
     good = [host for host in allowed if host.address not in view.excluded]
-    has_enough = sum(host.num_slots for host in good) >= policy.least * policy.group_size
-    return good if has_enough else allowed
+    rooms = [host.num_slots for host in good]
+    fitting = packing(rooms, policy.group_size, policy.least, policy.least_hosts)
+    return good if len(fitting) == policy.least else allowed
 
 
 def _moves(

@@ -255,7 +255,7 @@ class Staging:
             for path in [path for path in folder.rglob("*") if path.is_file()]:
                 if path.relative_to(folder).as_posix() not in wanted | {MANIFEST_NAME}:
                     path.unlink()
-            # Somebody may have made it meanwhile; the work waits for another place.
+            # Somebody may have made it meanwhile; the work waits until it is free again.
             self.keep_work()
             _check_free(self._out, frozenset(), overwrite=self._overwrite)
             _take_name(folder, self._out.local_path)

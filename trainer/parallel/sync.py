@@ -220,7 +220,7 @@ class ReplicaSync(Sync):
     def finish(self) -> None:
         if self._pending is None:
             return
-        self._base.landed(self._land(self._pending))
+        self._base.landed(self._pending.land())
         self._pending = None
 
     @torch.no_grad()
@@ -257,15 +257,13 @@ class ReplicaSync(Sync):
         pending = PendingSync(blocks, self._in_background, buffers)
         return DeferredSync(pending, self._background, num_steps)
 
-    def _land(self, deferred: DeferredSync) -> list[Block]:
-        deferred.wait()
-        self._replicas.add_costs(self._in_background)
-        return deferred.pending.land()
-
     def _land_moments(self) -> None:
+        """After `finish`: nothing is under way in the background then, which would count costs."""
         if self._pending_moments is not None:
-            self._land(self._pending_moments)
+            self._pending_moments.land()
             self._pending_moments = None
+        if self._background:
+            self._replicas.add_costs(self._in_background)
 
     def _take_union(self) -> Rows | None:
         """Rows that any replica touched; they count as untouched from here on. Collective."""
@@ -503,7 +501,7 @@ class DeferredSync:
     """
 
     def __init__(self, pending: PendingSync, background: SyncThread, num_steps: int) -> None:
-        self.pending = pending
+        self._pending = pending
         self._background, self._num_steps = background, num_steps
         self._num_started = 0
         self._wait: Callable[[], None] = lambda: None
@@ -514,18 +512,22 @@ class DeferredSync:
         if self._num_started < self._num_steps:
             self._form(self._num_started + 1)
 
-    def wait(self) -> None:
-        """Wait until all means are there, what has not begun included; raise what was raised."""
+    def land(self) -> list[Block]:
+        """Wait until all means are there, what has not begun included, and apply them; the blocks.
+
+        Raises what was raised.
+        """
         if self._num_started < self._num_steps:
             self._form(self._num_steps)
         self._wait()
+        return self._pending.land()
 
     def _form(self, num_portions: int) -> None:
         before, share = self._wait, num_portions / self._num_steps
 
         def form() -> None:
             before()  # raises what it raised: the other replicas would not take part in the rest
-            self.pending.form_means(share)
+            self._pending.form_means(share)
 
         self._wait = self._background.submit(form)
         self._num_started = num_portions

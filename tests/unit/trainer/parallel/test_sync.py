@@ -199,7 +199,7 @@ def test_each_step_forms_an_equal_portion_and_who_waits_the_rest(
     for step in range(1, num_ticks):
         assert abs(len(pending.means) - num_batches * min(1, step / num_steps)) <= 1
         deferred.form_portion()
-    deferred.wait()
+    deferred.land()
     assert len(pending.means) == num_batches
 
 
@@ -210,6 +210,7 @@ def test_no_portion_is_formed_after_one_that_failed() -> None:
     for _ in range(2):
         deferred.form_portion()
     with pytest.raises(RuntimeError, match="a replica was lost"):
-        deferred.wait()
+        deferred.land()
     assert pending.form_means.call_count == 2
+    pending.land.assert_not_called()
     background.close()

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Checkpoint, Job, MetricPoint, TimelineEvent
+from service.domain.sharding import STARTED
 
 MAX_CHART_POINTS = 400
+# The newest ones, beside the submission and the newest workers: a driver may write any number.
+MAX_LINES = 5000
 # After these events steps may be told of again, so that all points are read anew.
 _REWINDS = frozenset({"attempt_started", "workers_started", "workers_lost"})
 Points = Mapping[str, Sequence[MetricPoint]]
@@ -34,7 +37,11 @@ def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobS
     job = store.get_job(job_id)
     known = previous.timeline if previous else ()
     newest_id = known[-1].id if known else 0
-    told = store.list_timeline(job_id, after=newest_id)
+    told = store.list_timeline(job_id, after=newest_id, limit=MAX_LINES, newest=True)
+    if previous is None and len(told) == MAX_LINES:
+        begins = store.list_timeline(job_id, limit=1)
+        begins += store.list_timeline(job_id, kinds=(STARTED,), limit=1, newest=True)
+        told = [*(line for line in begins if line.id < told[0].id), *told]
     return JobSnapshot(
         job=job,
         attempts=store.list_attempts(job_id),

@@ -312,6 +312,15 @@ def differences(documents: Sequence[Any]) -> dict[str, list[Any]]:
     flattened = [dict(_values(document)) for document in documents]
     paths = dict.fromkeys(path for each in flattened for path in each)
     found = {path: [each.get(path) for each in flattened] for path in paths}
+
+    def is_told(path: str, values: Sequence[Any]) -> bool:
+        """What is empty here is told by what others have below it."""
+        below = (f"{path}.", f"{path}[")
+        has_values = any(value not in (None, {}, []) for value in values)
+        return has_values or not any(other.startswith(below) for other in paths)
+
     return {
-        path: values for path, values in found.items() if any(v != values[0] for v in values[1:])
+        path: values
+        for path, values in found.items()
+        if any(v != values[0] for v in values[1:]) and is_told(path, values)
     }

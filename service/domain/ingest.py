@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from service.domain.membership import apply_event, num_places
-from service.domain.metrics import admitted
+from service.domain.metrics import OF_POSITION, admitted
 from service.domain.models import (
     Attempt,
     EndReason,
@@ -89,6 +89,9 @@ def _steer(result: IngestResult, event: events.Event) -> None:
         case events.CheckpointCommitted():
             job = replace(job, progress=replace(job.progress, checkpoint_at=result.now))
         case events.WorkersStarted():
+            # There may be fewer positions now.
+            known = job.latest_metrics if result.metrics is None else result.metrics
+            result.metrics = {k: v for k, v in known.items() if not OF_POSITION.fullmatch(k)}
             job = _with_workers(job, event, result.now)
             job = replace(job, membership=apply_event(job.membership, result.attempt.id, event))
         case events.WorkersLost():

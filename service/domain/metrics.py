@@ -4,6 +4,7 @@ predicted of them. Pure."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from trainer.protocol.events import PHASES
 # Of one job; a table or a task of a model brings a few.
 MAX_METRICS = 2000
 _MAX_NAME_CHARS = 200
+# Those of a position of the sharding groups, `phase/lookup_s/0`.
+OF_POSITION = re.compile(r"(phase|memory)/\w+/\d+")
 SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_undurable"
 # Causes of lost time in words, where the coordinator's names are other ones.
 _CAUSES = {"redo": "work done again", "hang": "hangs", "checkpoint": "checkpoints"}

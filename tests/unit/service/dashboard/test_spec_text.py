@@ -121,3 +121,8 @@ def test_only_what_differs_is_told_and_items_of_lists_go_by_their_names() -> Non
         "tables[users].dim": [8, 16],
         "layers": [[16, 8], [16]],
     }
+    labelled = [{"labels": {}, "tables": []}, {"labels": {"team": "ads"}, "tables": [users]}]
+    assert spec_text.differences(labelled) == {
+        "labels.team": [None, "ads"],
+        "tables[users].dim": [None, 8],
+    }

@@ -27,7 +27,7 @@ from tests.harness.builders import (
     workers_lost,
     workers_started,
 )
-from trainer.protocol.events import MAX_RECORD_BYTES, Event, damaged_record, read_record
+from trainer.protocol.events import MAX_RECORD_BYTES, Event, Metrics, damaged_record, read_record
 
 
 def applied(*records: Event) -> IngestResult:
@@ -119,6 +119,15 @@ def test_started_workers_make_a_job_run_that_starts_and_no_other(status: JobStat
     told = apply_events(job, attempt, [workers_started(total_steps=70)], NOW + 5).job
     assert (told.started_at, told.progress.total_steps) == (NOW + 5, 70)
     assert told.status is (JobStatus.RUNNING if status is JobStatus.STARTING else status)
+
+
+def test_new_workers_drop_what_was_told_of_positions_that_they_may_not_have() -> None:
+    names = ("phase/lookup_s", "phase/lookup_s/7", "memory/peak_rss_bytes/7", "train/recall/7")
+    told = Metrics(time=NOW, step=5, values=dict.fromkeys(names, 1.0))
+    assert [*applied(told, workers_started()).job.latest_metrics] == [
+        "phase/lookup_s",
+        "train/recall/7",
+    ]
 
 
 def test_only_the_current_attempt_says_who_trains() -> None:

@@ -7,7 +7,7 @@ imported inside the commands, so that `--help` stays quick.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,12 @@ from rich.markup import escape
 from rich.progress import SpinnerColumn, TextColumn
 from rich.table import Column, Table
 
+from trainer.datasets.criteo.options import CriteoGeneratorOptions, CriteoOptions
+from trainer.datasets.movielens.options import MovieLensOptions
+from trainer.datasets.parameters import options_from_model
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from trainer.data.manifest import Manifest
     from trainer.datasets.inspect import DataReport
 
@@ -35,6 +36,8 @@ app.add_typer(prepare_app, name="prepare")
 app.add_typer(generate_app, name="generate")
 EXIT_BAD_DATA = 2
 _MANY_VOCABULARIES = 8
+Out = Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL to write.")]
+OutFolder = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace OUT where it was made by this command.")
 ]
@@ -89,18 +92,12 @@ def _disk_text(error: OSError) -> str:
     return f"a file cannot be read or written: {error}; {mend}, then run the same command again"
 
 
-def _options(context: typer.Context, kind: type[BaseModel]) -> dict[str, Any]:
-    """What the command was given for the fields of `kind`: its parameters of the same names."""
-    return {name: value for name, value in context.params.items() if name in kind.model_fields}
-
-
-def _vocabulary_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-    shown = {name: size for name, size in sizes.items() if not name.startswith("history_")}
-    if len(shown) <= _MANY_VOCABULARIES:
-        return [(f"{name} vocabulary", str(size)) for name, size in shown.items()]
-    largest = max(shown, key=shown.__getitem__)
-    total = f"{sum(shown.values())} ids, most in {largest}: {shown[largest]}"
-    return [(f"{len(shown)} vocabularies", total)]
+def _vocabulary_rows(sizes: dict[str, int]) -> list[tuple[str, str]]:
+    if len(sizes) <= _MANY_VOCABULARIES:
+        return [(f"{name} vocabulary", str(size)) for name, size in sizes.items()]
+    largest = max(sizes, key=sizes.__getitem__)
+    total = f"{sum(sizes.values())} ids, most in {largest}: {sizes[largest]}"
+    return [(f"{len(sizes)} vocabularies", total)]
 
 
 def show_summary(folder: object, manifest: Manifest) -> None:
@@ -109,11 +106,11 @@ def show_summary(folder: object, manifest: Manifest) -> None:
     for name, split in manifest.splits.items():
         size_mb = sum(file.size_bytes for file in split.files) / 1e6
         table.add_row(f"{name} rows", f"{split.num_rows} ({size_mb:.1f} MB)")
-    for name, text in _vocabulary_rows(manifest.vocab_sizes):
+    sizes = {name: manifest.vocab_sizes[name] for name in manifest.vocabularies}
+    for name, text in _vocabulary_rows(sizes):
         table.add_row(name, text)
-    unit = " (stars)" if manifest.source == "movielens" else ""
     for name, value in manifest.statistics.items():
-        table.add_row(f"{name.replace('_', ' ')}{unit}", f"{value:.4f}")
+        table.add_row(f"{name.replace('_', ' ')}", f"{value:.4f}")
     for name, count in manifest.counts.items():
         table.add_row(name.replace("_", " "), str(count))
     console = Console()
@@ -123,8 +120,8 @@ def show_summary(folder: object, manifest: Manifest) -> None:
 
 
 @prepare_app.command("criteo")
+@options_from_model()
 def prepare_criteo_command(
-    context: typer.Context,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -133,42 +130,8 @@ def prepare_criteo_command(
             "paths, s3:// or gs:// URLs.",
         ),
     ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL to write.")],
-    ids: Annotated[
-        Literal["vocabulary", "hashing"],
-        typer.Option(help="An id for each frequent value, or hashed ids."),
-    ] = "vocabulary",
-    min_count: Annotated[int, typer.Option(min=1, help="Rarer values are unknown (id 0).")] = 10,
-    max_ids: Annotated[
-        int, typer.Option(min=1, max=2**31, help="Largest vocabulary of a column.")
-    ] = 10_000_000,
-    num_hash_buckets: Annotated[
-        int, typer.Option(min=2, max=2**31, help="Ids of a column with --ids hashing.")
-    ] = 1_000_000,
-    negatives: Annotated[
-        Literal["zero", "keep_sign"], typer.Option(help="Negative counts: 0, or -log(1 - count).")
-    ] = "zero",
-    split: Annotated[
-        Literal["last_fraction", "last_file"],
-        typer.Option(help="Validate on the last rows or the last file (day)."),
-    ] = "last_fraction",
-    validation_fraction: Annotated[float, typer.Option(min=0.00001, max=0.999)] = 0.1,
-    on_bad_line: Annotated[
-        Literal["fail", "skip"],
-        typer.Option(help="A line that cannot be read ends it all, or is left out and counted."),
-    ] = "fail",
-    max_bad_lines: Annotated[
-        float,
-        typer.Option(
-            min=1e-9,
-            help="Most lines to skip: below 1 a share of each file's lines, else a number.",
-        ),
-    ] = 0.01,
-    num_partitions: Annotated[int, typer.Option(min=1, help="Files per split.")] = 32,
-    seed: Annotated[
-        int,
-        typer.Option(min=0, max=2**32 - 1, help="Of the order of training rows, and of hashes."),
-    ] = 0,
+    out: Out,
+    options: CriteoOptions,
     work_dir: Annotated[
         Path | None,
         typer.Option(
@@ -183,9 +146,8 @@ def prepare_criteo_command(
     Bounded memory, shuffled, the same bytes for the same options. Killed, it goes on where it was
     when the same command runs again.
     """
-    from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
+    from trainer.datasets.criteo.prepare import prepare_criteo
 
-    options = CriteoOptions(**_options(context, CriteoOptions))
     with data_errors_shown():
         manifest = prepare_criteo(
             sources, out, options=options, overwrite=overwrite, work_folder=work_dir
@@ -194,32 +156,13 @@ def prepare_criteo_command(
 
 
 @generate_app.command("criteo")
+@options_from_model({"num_rows": "--rows", "zipf_exponent": "--zipf", "num_days": "--days"})
 def generate_criteo_command(
-    context: typer.Context,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
-    num_rows: Annotated[int, typer.Option("--rows", min=10, help="Number of rows.")] = 100_000,
-    format: Annotated[
-        Literal["parquet", "tsv"],
-        typer.Option(help="A prepared folder, or raw files for `prepare criteo`."),
-    ] = "parquet",
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
-    zipf_exponent: Annotated[
-        float, typer.Option("--zipf", min=0.01, help="Exponent of the ids' Zipf law.")
-    ] = 1.05,
-    max_ids: Annotated[
-        int, typer.Option(min=1, help="Values of a column; Criteo has up to 10 million.")
-    ] = 100_000,
-    num_days: Annotated[
-        int, typer.Option("--days", min=1, help="Raw files: train.txt, or day_0, ...")
-    ] = 1,
-    gzip: Annotated[bool, typer.Option("--gzip", help="Compress the raw files.")] = False,
-    num_partitions: Annotated[int, typer.Option(min=1, help="Parquet files per split.")] = 32,
-    overwrite: Overwrite = False,
+    out: OutFolder, options: CriteoGeneratorOptions, overwrite: Overwrite = False
 ) -> None:
     """Generate clicks of a known teacher in Criteo's format; its own scores: teacher.json."""
-    from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
+    from trainer.datasets.criteo.synthetic import generate_criteo
 
-    options = CriteoGeneratorOptions(**_options(context, CriteoGeneratorOptions))
     with data_errors_shown():
         document = generate_criteo(out, options, overwrite=overwrite)
     Console().print(_teacher_table(out, document))
@@ -327,45 +270,13 @@ def _show(report: DataReport) -> None:
 
 
 @prepare_app.command("movielens")
+@options_from_model()
 def prepare_movielens_command(
-    context: typer.Context,
     source: Annotated[
         str, typer.Argument(help="Folder or URL with ratings.csv, movies.csv and tags.csv.")
     ],
-    out: Annotated[str, typer.Argument(help="Folder or URL to write.")],
-    split: Annotated[
-        Literal["global", "per_user"],
-        typer.Option(help="Hold out the last ratings of all, or of each user."),
-    ] = "per_user",
-    validation_fraction: Annotated[float, typer.Option(min=0.001, max=0.999)] = 0.1,
-    history_length: Annotated[
-        int, typer.Option(min=1, max=2**31, help="Earlier movies per row.")
-    ] = 10,
-    min_token_count: Annotated[int, typer.Option(min=1, help="Rarer words are unknown.")] = 2,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, max=2**31, help="Largest token vocabulary.")
-    ] = 20_000,
-    num_partitions: Annotated[int, typer.Option(min=1, help="Most files per split.")] = 32,
-    user_mean: Annotated[
-        Literal["past", "training"],
-        typer.Option(help="Labels are relative to a user's earlier, or all training ratings."),
-    ] = "past",
-    validation_past: Annotated[
-        Literal["all", "training"],
-        typer.Option(help="Held-out rows look back at all earlier ratings, or training ones."),
-    ] = "all",
-    on_duplicate: Annotated[
-        Literal["fail", "last"],
-        typer.Option(help="A movie rated twice by a user: fail, or keep the latest rating."),
-    ] = "fail",
-    on_missing_movie: Annotated[
-        Literal["keep", "fail"],
-        typer.Option(help="A rated movie without metadata: keep it without genres, or fail."),
-    ] = "keep",
-    delimiter: Annotated[str, typer.Option(help="What splits the cells of the csv files.")] = ",",
-    unit_rows: Annotated[
-        int, typer.Option(min=1000, max=2**31, help="Ratings held in memory at a time.")
-    ] = 1 << 20,
+    out: Out,
+    options: MovieLensOptions,
     work_dir: Annotated[
         Path | None, typer.Option(help="Folder for working files, if not beside OUT.")
     ] = None,
@@ -375,12 +286,8 @@ def prepare_movielens_command(
 
     Paths may be s3:// or gs:// URLs. Run again after a kill, it goes on where it was.
     """
-    if len(delimiter) != 1 or not delimiter.isascii():
-        message = f"{delimiter!r} is not one character of ASCII"
-        raise typer.BadParameter(message, param_hint="--delimiter")
-    from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
+    from trainer.datasets.movielens.prepare import prepare_movielens
 
-    options = MovieLensOptions(**_options(context, MovieLensOptions))
     with data_errors_shown():
         manifest = prepare_movielens(
             source, out, options=options, overwrite=overwrite, work_folder=work_dir
@@ -390,7 +297,7 @@ def prepare_movielens_command(
 
 @generate_app.command("movielens")
 def generate_movielens_command(
-    out: Annotated[str, typer.Argument(help="Folder to write.")],
+    out: OutFolder,
     ratings: Annotated[int, typer.Option(min=1, help="Number of ratings.")] = 100_000,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
     overwrite: Overwrite = False,

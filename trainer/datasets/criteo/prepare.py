@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 import polars as pl
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 from rich.progress import Progress
 
 from trainer.data.manifest import Manifest
@@ -42,6 +40,7 @@ from trainer.datasets.criteo.encode import (
     with_dense,
     write_run,
 )
+from trainer.datasets.criteo.options import CriteoOptions
 from trainer.datasets.criteo.reader import (
     ID_NAMES,
     BadLines,
@@ -60,29 +59,6 @@ from trainer.errors import (
     TooManyBadRowsError,
 )
 from trainer.storage import Location
-
-
-class CriteoOptions(BaseModel, extra="forbid", frozen=True):
-    """What `shardloom data prepare criteo --help` explains; recorded in the manifest.
-
-    The last three bound memory: bytes of text read at a time, blocks in a run, rows in a bucket.
-    """
-
-    ids: Literal["vocabulary", "hashing"] = "vocabulary"
-    min_count: PositiveInt = 10
-    max_ids: PositiveInt = 10_000_000
-    num_hash_buckets: Annotated[int, Field(ge=2, le=2**31)] = 1_000_000
-    negatives: Literal["zero", "keep_sign"] = "zero"
-    split: Literal["last_fraction", "last_file"] = "last_fraction"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    num_partitions: PositiveInt = 32
-    row_group_rows: PositiveInt = 8192
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    on_bad_line: Literal["fail", "skip"] = "fail"
-    max_bad_lines: PositiveFloat = 0.01
-    block_bytes: PositiveInt = 32 * 1024 * 1024
-    run_blocks: PositiveInt = 8
-    bucket_rows: PositiveInt = 2_000_000
 
 
 def plan_buckets(lines: Sequence[int], options: CriteoOptions, names: Sequence[str]) -> Buckets:

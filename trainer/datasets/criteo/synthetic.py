@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 from trainer.data.manifest import Manifest, write_manifest
 from trainer.datasets.criteo.encode import (
@@ -31,6 +30,7 @@ from trainer.datasets.criteo.encode import (
     hex_texts,
     transform_counts,
 )
+from trainer.datasets.criteo.options import CriteoGeneratorOptions
 from trainer.datasets.criteo.reader import (
     CARDINALITIES,
     DENSE_NAMES,
@@ -183,20 +183,6 @@ _EMPTY_COUNTS, _NEGATIVE_COUNTS = 0.5, 0.05
 _EMPTY_ID_EVERY = 3
 # Odd factors permute the 32-bit numbers, so that every id of a column has a hexadecimal of its own.
 _ID_FACTOR, _COLUMN_STEP = 2_654_435_761, 0x9E3779B9
-
-
-class CriteoGeneratorOptions(BaseModel, extra="forbid", frozen=True):
-    """What `shardloom data generate criteo --help` explains."""
-
-    num_rows: PositiveInt
-    format: Literal["tsv", "parquet"] = "parquet"
-    seed: Annotated[int, Field(ge=0)] = 0
-    zipf_exponent: PositiveFloat = 1.05
-    max_ids: PositiveInt = 100_000
-    num_days: PositiveInt = 1
-    gzip: bool = False
-    num_partitions: PositiveInt = 32
-    row_group_rows: PositiveInt = 8192
 
 
 def generate_criteo(

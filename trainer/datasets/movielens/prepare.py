@@ -40,12 +40,12 @@ from trainer.datasets.io.staging import (
     write_partition,
 )
 from trainer.datasets.movielens.features import MovieFolds
+from trainer.datasets.movielens.options import MovieLensOptions
 from trainer.datasets.movielens.rows import (
     COLUMN_TYPES,
     SCHEMA,
     Fitted,
     MovieExchange,
-    MovieLensOptions,
     SplitName,
     UnitRows,
     cut_movies,

@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, PositiveInt
 
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.datasets.io.journal import Advance, Facts
@@ -41,13 +40,13 @@ from trainer.datasets.movielens.features import (
     training_mean_and_scale,
     user_history,
 )
-from trainer.datasets.movielens.source import Catalogue, OnDuplicate
+from trainer.datasets.movielens.options import MovieLensOptions
+from trainer.datasets.movielens.source import Catalogue
 from trainer.datasets.movielens.statistics import (
     FloatArray,
     Moments,
     Ratings,
     RatingStatistics,
-    Split,
     Units,
 )
 
@@ -234,29 +233,6 @@ SplitName = Literal["train", "validation"]
 _SHUFFLE_SEED = 0
 # A file may begin in one unit and end in the next.
 _UNITS_IN_MEMORY = 2
-
-
-class MovieLensOptions(BaseModel, extra="forbid", frozen=True):
-    """What `shardloom data prepare movielens --help` explains; recorded in the manifest.
-
-    Of `user_mean`, `training` counts the rating itself; of `validation_past`, `all` is what one who
-    serves knows, `training` what static models do that are compared with.
-    """
-
-    split: Split = "per_user"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    user_mean: Literal["past", "training"] = "past"
-    validation_past: Literal["all", "training"] = "all"
-    history_length: PositiveInt = 10
-    min_token_count: PositiveInt = 2
-    max_tokens: PositiveInt = 20_000
-    max_tokens_per_movie: PositiveInt = 24
-    on_duplicate: OnDuplicate = "fail"
-    on_missing_movie: Literal["keep", "fail"] = "keep"
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
-    num_partitions: PositiveInt = 32
-    row_group_rows: PositiveInt = 8192
-    unit_rows: PositiveInt = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -36,7 +35,8 @@ from trainer.datasets.io.staging import (
     map_columns,
     write_columns,
 )
-from trainer.datasets.movielens.statistics import NEVER, Split, order_by
+from trainer.datasets.movielens.options import OnDuplicate, Split
+from trainer.datasets.movielens.statistics import NEVER, order_by
 from trainer.errors import BadValueError
 from trainer.storage import Location
 
@@ -124,7 +124,6 @@ def _encode_lists(lists: pl.Series, vocabulary: VocabularyEncoder) -> pa.ListArr
     return pa.ListArray.from_arrays(offsets, ids)
 
 
-OnDuplicate = Literal["fail", "last"]
 RATING_COLUMNS = (
     integer("userId"),
     integer("movieId"),

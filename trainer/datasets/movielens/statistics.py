@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +19,11 @@ from numpy.typing import NDArray
 from trainer.data.ragged import IntArray
 from trainer.data.transforms import Moments
 from trainer.datasets.io.staging import map_columns
+from trainer.datasets.movielens.options import Split
 
 FloatArray = NDArray[np.float64]
 # Damping of the bias predictor that users compare with.
 _BIAS_PRIOR_ROWS = 5.0
-
-
-Split = Literal["global", "per_user"]
 
 
 def earlier_ranges(group: IntArray, time: IntArray) -> tuple[IntArray, IntArray]:

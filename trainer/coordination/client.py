@@ -32,6 +32,7 @@ from trainer.coordination.messages import (
     GroupEnded,
     GroupState,
     Heartbeat,
+    HeartbeatPhase,
     Heartbeats,
     Hello,
     Ledger,
@@ -436,19 +437,22 @@ class HeartbeatReporter:
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._began_at = 0.0
-        self._phase, self._progress = "start", 0
+        self._phase: HeartbeatPhase = "start"
+        self._progress = 0
         # Seconds of a step, reading included, without waiting for other ranks.
         self.local_s = 0.0
 
     def begin_step(self) -> None:
         self._began_at = self._clock()
+        # The first one compiles, connects and warms up.
+        self.enter("train" if self._times_s else self._phase)
 
     def end_step(self) -> None:
         self._times_s.append(self._clock() - self._began_at)
         self.enter("train")
 
-    def enter(self, phase: str) -> None:
-        """A phase begins, or makes progress: one other than training may take longer."""
+    def enter(self, phase: HeartbeatPhase) -> None:
+        """A phase begins, or makes progress."""
         self._phase = phase
         self.advance()
 

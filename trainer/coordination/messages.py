@@ -209,6 +209,10 @@ class Welcome(Message):
     )
 
 
+HeartbeatPhase = Literal["start", "train", "data_wait", "validation", "checkpoint"]
+"""What a rank is at: in all but `train` it may stand still for longer (`UNTIMED_FACTOR`)."""
+
+
 class Heartbeat(Message):
     """Says that the process of `rank` lives; `progress` counts what its main thread got done.
 
@@ -219,7 +223,7 @@ class Heartbeat(Message):
 
     rank: Count = 0
     progress: Count
-    phase: str
+    phase: HeartbeatPhase
     step_time_s: float = 0.0
     local_s: float = 0.0
     is_waiting: bool = False

@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from trainer.coordination.messages import Heartbeat, Ledger
+from trainer.coordination.messages import Heartbeat, HeartbeatPhase, Ledger
 from trainer.protocol.events import Metrics, Recovered
 
 Cause = Literal["start", "recovery", "hang", "checkpoint", "validation", "redo"]
@@ -26,7 +26,10 @@ Cause = Literal["start", "recovery", "hang", "checkpoint", "validation", "redo"]
 waited for others to recover; it hung; it saved; it validated; its work was lost with it."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 _NUM_SYNC_INTERVALS = 21
-_NOT_TRAINING: dict[str, Cause] = {"validation": "validation", "checkpoint": "checkpoint"}
+_NOT_TRAINING: dict[HeartbeatPhase, Cause] = {
+    "validation": "validation",
+    "checkpoint": "checkpoint",
+}
 
 
 @dataclass

@@ -201,7 +201,16 @@ def test_a_step_takes_the_time_between_its_begin_and_its_end() -> None:
     reporter.local_s = 0.25
     # What lies between two steps is not theirs, and the median shrugs one slow step off.
     said = {"rank": 3, "step_time_s": 1.0, "local_s": 0.25}
-    assert reporter.heartbeat(3) == Heartbeat(progress=3, phase="train", **said)
+    assert reporter.heartbeat(3) == Heartbeat(progress=6, phase="train", **said)
     reporter.enter("validation")
     reporter.advance()
-    assert reporter.heartbeat(3) == Heartbeat(progress=5, phase="validation", **said)
+    assert reporter.heartbeat(3) == Heartbeat(progress=8, phase="validation", **said)
+
+
+def test_a_step_after_a_phase_is_watched_as_training_but_the_first_of_all_as_the_start() -> None:
+    reporter = HeartbeatReporter()
+    for before, within in (("start", "start"), ("checkpoint", "train"), ("data_wait", "train")):
+        reporter.enter(before)
+        reporter.begin_step()
+        assert reporter.heartbeat(0).phase == within
+        reporter.end_step()

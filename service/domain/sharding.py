@@ -64,7 +64,7 @@ def _every(number: int, what: str) -> str:
 
 
 def _state_text(spec: JobSpec) -> str:
-    if not spec.optimizer.sparse.has_moments:
+    if not spec.optimizer.sparse.has_state:
         return f"none ({_OPTIMIZERS[spec.optimizer.sparse.name]})"
     averaged = {
         "every": "averaged at each sync",

@@ -193,7 +193,7 @@ def _row_moments(
             if shard.table != table or not shard.weight.numel():
                 continue
             columns = range(shard.column_offset, shard.column_offset + shard.weight.shape[1])
-            (values,) = shard.states.values()
+            (values,) = shard.states.values()  # what is row-wise has one, by another name
             yield RowMoments(key, num_rows, whole, columns, shard.row_offset, values)
 
 

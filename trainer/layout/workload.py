@@ -35,7 +35,6 @@ _WEIGHT_PASSES, _STATE_PASSES = 3, 2
 _FLOPS_PER_WEIGHT = 6
 # Vectors and activations are kept with their gradients.
 _WITH_GRADIENT = 2
-_NUM_DENSE_MOMENTS = {"adam": 2, "adagrad": 1, "sgd": 0}
 _VECTORS_OF_HISTORY = 2
 # As `trainer.parallel.planner` lets caches begin.
 _LEAST_CACHED = {"fused_uvm_caching": 0.2, "auto": 0.01}
@@ -203,7 +202,7 @@ def _of_loads(spec: JobSpec, loads: Sequence[TableLoad], size: int) -> Workload:
     weight_bytes = network.num_weights * _FLOAT_BYTES
     accumulate_steps = spec.training.accumulate_steps
     # Weights, gradients, moments; what accumulates is apart from what is averaged.
-    num_dense = 2 + _NUM_DENSE_MOMENTS[spec.optimizer.dense.name] + (accumulate_steps > 1)
+    num_dense = 2 + spec.optimizer.dense.num_moments + (accumulate_steps > 1)
     return Workload(
         batch_size=spec.data.batch_size,
         # What every rank holds whole counts L times: a rank is taken to have an L-th of the sum.
@@ -333,6 +332,7 @@ def rank_loads(
     """
     totals = [[0.0] * len(RankLoad.model_fields) for _ in range(size)]
     group_samples = spec.data.batch_size * size
+    is_state_by_row = spec.optimizer.sparse.is_state_by_row
     for table, where in zip(spec.embedding_tables, placements, strict=True):
         is_everywhere = where.sharding_type == DATA_PARALLEL
         load = table_load(spec, table, where.row_parts, is_everywhere=is_everywhere)
@@ -348,8 +348,7 @@ def rank_loads(
             for index, amount in enumerate(
                 (
                     load.weights * share * where.load_factor,
-                    # A column shard has the state of its rows for itself.
-                    load.kept * (row_share if _is_by_row(spec) else share),
+                    load.kept * (row_share if is_state_by_row else share),
                     sync_bytes * share,
                     ids * _row_bytes(spec, table, columns),
                     0.0 if is_everywhere else ids * _ID_BYTES,
@@ -368,12 +367,6 @@ def rank_loads(
         )
         for tables, optimizer, sync, lookup, ids, output in totals
     )
-
-
-def _is_by_row(spec: JobSpec) -> bool:
-    """Whether optimizer state is one number a row."""
-    sparse = spec.optimizer.sparse
-    return sparse.state_bytes_per_row(4) == sparse.state_bytes_per_row(8)
 
 
 def _imbalances(loads: Sequence[TableLoad], size: int) -> tuple[float, float]:

@@ -160,11 +160,11 @@ class DataParallelTables(KeyedOptimizer):
         }
         self._inner = _whole_table_optimizer(self._updated.values(), spec, moment_scale)
         state: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for p in self._updated}
-        if spec.has_moments:
+        if spec.has_state:
             for parameter, updated in self._updated.items():
+                # The one moment of an AdaGrad; [rows, 1] where FBGEMM keeps [rows].
                 moment = self._inner.state[updated]["sum"]
-                # RowWiseAdagrad keeps [rows, 1] where FBGEMM keeps [rows].
-                view = moment.view(-1) if spec.name == "row_wise_adagrad" else moment
+                view = moment.view(-1) if spec.is_state_by_row else moment
                 state[parameter][f"{names[id(parameter)]}.momentum1"] = view
         lr = self._inner.param_groups[0]["lr"]
         self._group: dict[str, Any] = {"params": list(self._updated), "lr": lr}
@@ -273,11 +273,11 @@ class Optimizers:
         """
         self._factor = factor(step, total_steps, self._spec.schedule)
         sparse, dense = self._spec.sparse, self._spec.dense
-        table_rate = self._share / self._gradient_scale(sparse.has_moments)
+        table_rate = self._share / self._gradient_scale(sparse.has_growing_moments)
         for optimizer in (self._fused, *self._whole):
             _set_lr(optimizer, sparse.lr * self._factor * self._lr_scale * table_rate)
             optimizer.zero_grad()  # of the fused one: hands its learning rate to the kernels
-        dense_rate = self._share / self._gradient_scale(dense.name == "adagrad")
+        dense_rate = self._share / self._gradient_scale(dense.has_growing_moments)
         _set_lr(self.dense, dense.lr * self._factor * dense_rate)
         if not self.is_accumulating:
             for parameter in self.dense.params.values():
@@ -289,7 +289,7 @@ class Optimizers:
         See the top of the file. Groups need not change it at the same step.
         """
         self._share = share
-        scale = self._gradient_scale(self._spec.sparse.has_moments)
+        scale = self._gradient_scale(self._spec.sparse.has_growing_moments)
         for optimizer in self._whole:
             optimizer.gradient_scale = scale
         if self._spec.sparse.max_gradient is not None:
@@ -302,7 +302,7 @@ class Optimizers:
 
     def _scale_gradient_of(self, kernel: nn.Module, _: Any, looked_up: torch.Tensor) -> None:
         """Let the gradient of what a kernel `looked_up` reach it scaled."""
-        scale = self._gradient_scale(self._spec.sparse.has_moments)
+        scale = self._gradient_scale(self._spec.sparse.has_growing_moments)
         if scale != 1 and looked_up.requires_grad:
             looked_up.register_hook(lambda gradient: gradient * scale)
 
@@ -335,7 +335,7 @@ class Optimizers:
         if self._clip_norm is not None:
             parameters = list(self.dense.params.values())
             self._gradient_norm = nn.utils.clip_grad_norm_(parameters, self._clip_norm)
-        scale = self._gradient_scale(self._spec.dense.name == "adagrad")
+        scale = self._gradient_scale(self._spec.dense.has_growing_moments)
         _scale_gradients(self.dense.params.values(), scale)
         self.dense.step()
 

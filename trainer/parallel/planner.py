@@ -331,7 +331,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
         weights = table.num_embeddings * table.embedding_dim * NUM_BYTES[table.data_type]
         row_share = size[0] / table.num_embeddings
         share = row_share * size[1] / table.embedding_dim
-        is_by_row = spec.optimizer.sparse.name != "adagrad"
+        is_by_row = spec.optimizer.sparse.is_state_by_row
         state = ((spec.size_bytes(table) or weights) - weights) * (
             row_share if is_by_row else share
         )

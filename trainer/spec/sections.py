@@ -92,8 +92,8 @@ class JobSections(SpecModel):
 
     @property
     def moment_scale(self) -> float:
-        """c of the paper's algorithm 1, by default M; 1 where there are no moments."""
-        if not self.optimizer.sparse.has_moments:
+        """c of the paper's algorithm 1, by default M; 1 where no moments grow."""
+        if not self.optimizer.sparse.has_growing_moments:
             return 1.0
         scale = self.parallelism.moment_scale
         return float(self.parallelism.num_replicas) if scale == "auto" else scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -21,8 +21,11 @@ from trainer.spec.base import (
     CountOrZero,
     Identifier,
     PathText,
+    ReadsFrom,
     Seconds,
     SpecModel,
+    WritesTo,
+    WritesToUri,
     is_stored,
     problem,
 )
@@ -30,6 +33,27 @@ from trainer.spec.base import (
 Quantization = Literal["int8", "fp16", "none"]
 CheckpointChoice = Literal["newest", "best"]
 DensePrecision = Literal["fp32", "tf32", "bf16"]
+SparseOptimizerName = Literal["row_wise_adagrad", "adagrad", "sgd"]
+DenseOptimizerName = Literal["adam", "adagrad", "sgd"]
+
+
+class _State(NamedTuple):
+    """What an optimizer keeps: fp32 numbers for each row of a table, and for each weight.
+
+    Second moments that grow are sums of squared gradients; others are means of the newest ones.
+    """
+
+    num_per_row: int
+    num_per_weight: int
+    grows: bool = False
+
+
+_STATES = {
+    "row_wise_adagrad": _State(1, 0, grows=True),
+    "adagrad": _State(0, 1, grows=True),
+    "adam": _State(0, 2),
+    "sgd": _State(0, 0),
+}
 
 
 def _one_shard(shards: int) -> int:
@@ -68,16 +92,27 @@ class SparseOptimizerSpec(SpecModel):
     before the gradients of the same row are added up (FBGEMM's gradient clipping).
     """
 
-    name: Literal["row_wise_adagrad", "adagrad", "sgd"] = "row_wise_adagrad"
+    name: SparseOptimizerName = "row_wise_adagrad"
     lr: PositiveFloat = 0.05
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_gradient: PositiveFloat | None = None
 
     @property
-    def has_moments(self) -> bool:
-        """Whether the optimizer keeps second moments, which moment scaling is about."""
-        return self.name != "sgd"
+    def has_state(self) -> bool:
+        """Whether there is anything beside the weights to sync."""
+        return self.state_bytes_per_row(1) > 0
+
+    @property
+    def is_state_by_row(self) -> bool:
+        """Whether the state of a row is the same for any width, so that each column shard has it
+        for itself."""
+        return not _STATES[self.name].num_per_weight
+
+    @property
+    def has_growing_moments(self) -> bool:
+        """Whether second moments grow with the number of steps, which moment scaling is about."""
+        return _STATES[self.name].grows
 
     @property
     def changes_untouched_rows(self) -> bool:
@@ -86,15 +121,26 @@ class SparseOptimizerSpec(SpecModel):
 
     def state_bytes_per_row(self, embedding_dim: int) -> int:
         """Bytes of optimizer state that a row of `embedding_dim` columns has."""
-        return {"row_wise_adagrad": 4, "adagrad": 4 * embedding_dim, "sgd": 0}[self.name]
+        state = _STATES[self.name]
+        return 4 * (state.num_per_row + state.num_per_weight * embedding_dim)
 
 
 class DenseOptimizerSpec(SpecModel):
     """Optimizer of everything that is not an embedding table."""
 
-    name: Literal["adam", "adagrad", "sgd"] = "adam"
+    name: DenseOptimizerName = "adam"
     lr: PositiveFloat = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def num_moments(self) -> int:
+        """Numbers kept for each weight."""
+        return _STATES[self.name].num_per_weight
+
+    @property
+    def has_growing_moments(self) -> bool:
+        """As that of the tables."""
+        return _STATES[self.name].grows
 
 
 class ScheduleSpec(SpecModel):
@@ -188,7 +234,7 @@ class WarmStartSpec(SpecModel):
     dense part comes along. Step, data position and schedule start anew.
     """
 
-    path: PathText
+    path: ReadsFrom
     tables: Annotated[tuple[Identifier, ...], Field(min_length=1)] | None = None
     dense: bool = True
 
@@ -202,7 +248,7 @@ class CheckpointSpec(SpecModel):
     stay. With `asynchronous` they are written beside the training, from a copy in memory.
     """
 
-    path: PathText | None = None
+    path: WritesTo | None = None
     every_steps: Count = 100
     keep_last: Count = 2
     keep_best: bool = True
@@ -290,13 +336,13 @@ def _absolute(path: str, info: ValidationInfo) -> str:
 class TensorBoardSpec(SpecModel):
     """Event files for TensorBoard in `dir`, by default `tensorboard` in the job's run folder."""
 
-    dir: Annotated[PathText, AfterValidator(_absolute)] | None = None
+    dir: Annotated[WritesTo, AfterValidator(_absolute)] | None = None
 
 
 class MlflowSpec(SpecModel):
     """A run in an MLflow experiment; every attempt of the job goes on in the same run."""
 
-    tracking_uri: Annotated[PathText, Field(examples=["http://mlflow.example:5000"])]
+    tracking_uri: Annotated[WritesToUri, Field(examples=["http://mlflow.example:5000"])]
     experiment: Annotated[PathText, Field(max_length=250)] = "shardloom"
 
 

@@ -308,11 +308,11 @@ def check_settings(spec: JobSections) -> None:
     """What a user sets must do something; what cannot is refused rather than ignored."""
     parallelism, recovery = spec.parallelism, spec.recovery
     sparse, schedule = spec.optimizer.sparse, spec.optimizer.schedule
-    if parallelism.moment_scale != "auto" and not sparse.has_moments:
+    if parallelism.moment_scale != "auto" and not sparse.has_growing_moments:
         raise problem(
             "moment_scale",
-            f"optimizer.sparse.name '{sparse.name}' keeps no second moments to "
-            "scale; remove it or use row_wise_adagrad or adagrad",
+            f"optimizer.sparse.name '{sparse.name}' keeps no second moments to scale; remove it "
+            "or use an AdaGrad",
             "parallelism.moment_scale",
         )
     if spec.training.early_stopping and spec.data.split.validation is None:
@@ -337,7 +337,7 @@ def check_settings(spec: JobSections) -> None:
                 "placement inter_host",
                 path,
             )
-    if parallelism.sync.optimizer_state != "every" and not sparse.has_moments:
+    if parallelism.sync.optimizer_state != "every" and not sparse.has_state:
         message = f"optimizer.sparse.name '{sparse.name}' has no state to sync; remove it"
         raise problem("no_effect", message, "parallelism.sync.optimizer_state")
     if schedule and schedule.decay == "constant" and schedule.min_ratio:

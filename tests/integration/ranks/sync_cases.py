@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from trainer.layout.layout import Layout
 from trainer.parallel.mesh import build_groups
 from trainer.parallel.sync import Sync, build_sync
 from trainer.spec.job import JobSpec
+from trainer.spec.training import SparseOptimizerName
 
 NUM_STEPS = 100  # what schedules would reckon with
 
@@ -102,7 +103,7 @@ def random_case(seed: int, world_size: int) -> SyncCase:
         tables=tables,
         placement=draw.choice(["intra_host", "inter_host"]),
         embedding_dim=draw.choice([4, 8, 16]),
-        optimizer=draw.choice(["sgd", "adagrad", "row_wise_adagrad"]),
+        optimizer=draw.choice(get_args(SparseOptimizerName)),
         batch_size=draw.randint(1, 6),
         max_bag=draw.choice([1, 4]),
         share_idle=draw.choice([0.0, 0.5]),

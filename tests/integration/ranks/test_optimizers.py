@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,9 +26,10 @@ from trainer.parallel.optimizer import Optimizers, factor
 from trainer.parallel.sharding import build_parallel_model
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
+from trainer.spec.training import DenseOptimizerName, SparseOptimizerName, SparseOptimizerSpec
 
 NUM_STEPS, BATCH_SIZE = 6, 8
-NAMES = ("sgd", "adagrad", "row_wise_adagrad")
+NAMES = get_args(SparseOptimizerName)
 # L = 1: each rank trains its own copy of the tables, so a plain model beside it is the reference.
 ALONE = Case(2, 1, batch_size=BATCH_SIZE)
 
@@ -208,8 +209,8 @@ def test_data_parallel_tables_are_synced_whole_and_left_out_of_the_dense_optimiz
     assert [n for n in result["dense_names"] if "embedding_bags" in n] == []
     weights, states = result["whole"]
     assert sorted(weights) == [(11, 8), (37, 8)]
-    columns = {"sgd": None, "adagrad": (8,), "row_wise_adagrad": ()}[name]
-    assert sorted(states) == ([] if columns is None else [(11, *columns), (37, *columns)])
+    row_bytes = SparseOptimizerSpec(name=name).state_bytes_per_row(8)
+    assert sum(4 * state.numel() for state in states) == (11 + 37) * row_bytes
     # The dense optimizer here is SGD, which has no state.
     assert result["whole_and_dense"] == [len(weights) + len(result["dense_names"]), len(states)]
 
@@ -247,13 +248,12 @@ def begin(name: str) -> dict[str, Any]:
 
 def test_every_dense_parameter_has_its_state_before_the_first_step_and_its_weights_stay() -> None:
     names = {"adam": {"step", "exp_avg", "exp_avg_sq"}, "adagrad": {"step", "sum"}, "sgd": set()}
-    for (found,), state in zip(
-        run_in_turn(1, *((begin, name) for name in names)), names.values(), strict=True
-    ):
+    runs = run_in_turn(1, *((begin, name) for name in get_args(DenseOptimizerName)))
+    for name, (found,) in zip(get_args(DenseOptimizerName), runs, strict=True):
         torch.testing.assert_close(found["after"], found["before"], atol=0, rtol=0)
         assert {gradient is None for gradient in found["gradients"]} == {True}
         assert found["rates"] == [(0.1, 0.1)]
         for each in found["state"]:
             kept = {key: value for key, value in each.items() if isinstance(value, torch.Tensor)}
-            assert kept.keys() == state
+            assert kept.keys() == names[name]
             assert not any(value.any() for value in kept.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -25,10 +25,12 @@ from tests.integration.ranks.sync_cases import (
 )
 from trainer.parallel.collectives import ReplicaCollectives, WorldReplicaGroup, run_exchange
 from trainer.parallel.mesh import form_replica_levels
+from trainer.spec.training import SparseOptimizerName
 
 CASES_A_RUN = 10
 TABLES = (Table(300), Table(20, num_features=2), Table(6, sharding="data_parallel"))
 CASE = SyncCase(2, 1, tables=TABLES, batch_size=3)
+OPTIMIZERS = get_args(SparseOptimizerName)
 MODES = ({"mode": "touched_rows", "full_above": 1.0}, {"mode": "full"})
 
 
@@ -274,7 +276,7 @@ def case(request: pytest.FixtureRequest) -> SyncCase:
 
 @pytest.mark.parametrize(
     ("optimizer", "num_steps"),
-    [("sgd", 1), ("row_wise_adagrad", 1), ("adagrad", 1), ("adagrad", 4)],
+    [*((name, 1) for name in OPTIMIZERS), ("adagrad", 4)],
 )
 def test_overlapped_means_land_as_a_difference(
     case: SyncCase, optimizer: str, num_steps: int
@@ -284,7 +286,7 @@ def test_overlapped_means_land_as_a_difference(
     assert all(number > 0 for number in moved)
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "row_wise_adagrad"])
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "sgd"])
 def test_delayed_moments_lag_one_sync(case: SyncCase, optimizer: str) -> None:
     assert all(run_ranks(delayed_moments_lag_one_sync, 2, replace(case, optimizer=optimizer)))
 

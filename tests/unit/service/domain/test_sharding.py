@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -30,6 +30,7 @@ from tests.harness.builders import (
     workers_started,
 )
 from trainer.protocol.events import Event, TablePlan
+from trainer.spec.training import DenseOptimizerName, SparseOptimizerName
 
 
 @st.composite
@@ -193,3 +194,5 @@ def test_the_rest_of_the_policy() -> None:
     assert facts["All-to-all"] == "bf16 forward, fp32 backward"
     assert facts["Learning rates"].endswith("warm-up over 1,000 steps, then cosine to 5%")
     assert facts_of({"sparse": {"name": "sgd"}})["Optimizer state"] == "none (SGD)"
+    pairs = itertools.product(get_args(SparseOptimizerName), get_args(DenseOptimizerName))
+    assert all(facts_of({"sparse": {"name": s}, "dense": {"name": d}}) for s, d in pairs)

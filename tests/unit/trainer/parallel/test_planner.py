@@ -207,16 +207,20 @@ def test_tables_are_cached_where_that_is_asked_for_and_there_are_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharding_type", "row_bytes"),
+    ("sharding_type", "optimizer", "row_bytes"),
     [
         # Of 16 columns of 2 bytes, with a moment of 4 a row: whole, its gradient, both in float32.
-        ("data_parallel", 2 * (32 + 64) + 4),
-        ("row_wise", (32 + 4) / 4),
-        # Four columns, and the moments of all rows.
-        ("column_wise", 8 + 4),
+        ("data_parallel", "row_wise_adagrad", 2 * (32 + 64) + 4),
+        ("row_wise", "row_wise_adagrad", (32 + 4) / 4),
+        # Four columns, and the moments of all rows, or of these columns.
+        ("column_wise", "row_wise_adagrad", 8 + 4),
+        ("column_wise", "adagrad", 8 + 16),
+        ("column_wise", "sgd", 8),
     ],
 )
-def test_a_plan_holds_what_a_rank_holds_of_a_table(sharding_type: str, row_bytes: float) -> None:
+def test_a_plan_holds_what_a_rank_holds_of_a_table(
+    sharding_type: str, optimizer: str, row_bytes: float
+) -> None:
     table = {"name": "movies", "num_embeddings": 10_000_000, "embedding_dim": 16}
     constraints = {"sharding_types": [sharding_type], "min_partition": 4}
     document = spec_document() | {
@@ -227,6 +231,7 @@ def test_a_plan_holds_what_a_rank_holds_of_a_table(sharding_type: str, row_bytes
         "embedding_tables": [table | {"data_type": "fp16", "constraints": constraints}],
         "parallelism": {"workers": 4, "shard_group_size": 4},
         "model": spec_document()["model"] | {"dense_arch": {"layer_sizes": [16]}},
+        "optimizer": {"sparse": {"name": optimizer}},
         "resources": {"device": "cpu"},
     }
     spec, held = validate_spec(document), row_bytes * table["num_embeddings"]

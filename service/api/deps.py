@@ -33,7 +33,6 @@ from service.auth.permissions import (
     job_below,
     outside_roots,
     paths_of,
-    paths_written,
     roots_of,
     rule_of,
 )
@@ -135,7 +134,7 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
             name: in_time(Path(path), partial(_job_of, name, path, settings))
             for name, path in paths.items()
         }
-    written = paths_written(spec)
+    written = paths_of(spec, written=True)
     for name, path in paths.items():
         job_id = jobs[name]
         if job_id is None:

@@ -20,12 +20,10 @@ from service.domain.auth import ALL_PROJECTS, Principal, Role
 from service.files import is_below
 from service.settings import Settings
 from service.storage import in_time
-from trainer.spec.base import FieldProblem
+from trainer.spec.base import FieldProblem, is_remote, places_of
 from trainer.spec.job import JobSpec
 
-_TRACKING_URI = "sinks.mlflow.tracking_uri"
 _HTTP = ("http", "https")
-_REMOTE = ("s3://", "gs://")
 # What comes before the path of a file in the path of a URI, by its scheme.
 _PREFIXES = {"": "", "file": "", "sqlite": "/"}
 
@@ -38,20 +36,12 @@ def roots_of(settings: Settings) -> tuple[Path | str, ...] | None:
     return (*ours, *settings.storage_roots)
 
 
-def paths_of(spec: JobSpec) -> dict[str, str]:
-    """Every path that a spec names, to read or to write, by its field."""
-    warm_start = spec.checkpoint.warm_start
-    read = {"checkpoint.warm_start.path": warm_start.path} if warm_start else {}
-    return {"data.path": spec.data.path} | read | paths_written(spec)
-
-
-def paths_written(spec: JobSpec) -> dict[str, str]:
-    """Every path that a spec names to write below, by its field."""
-    tensorboard, mlflow = spec.sinks.tensorboard, spec.sinks.mlflow
+def paths_of(spec: JobSpec, *, written: bool = False) -> dict[str, str]:
+    """Every path that a spec names, or only those `written` below, by its field."""
     found = {
-        "checkpoint.path": spec.checkpoint.path,
-        "sinks.tensorboard.dir": tensorboard.dir if tensorboard else None,
-        _TRACKING_URI: file_of(mlflow.tracking_uri) if mlflow else None,
+        field: file_of(text) if text and mark.is_uri else text
+        for field, mark, text in places_of(spec)
+        if mark.is_written or not written
     }
     return {field: path for field, path in found.items() if path is not None}
 
@@ -97,14 +87,13 @@ def outside_roots(spec: JobSpec, roots: Sequence[Path | str] | None) -> list[Fie
         for field, path in paths_of(spec).items()
         if not in_time(Path(path), partial(is_allowed, path, roots))
     ]
-    mlflow = spec.sinks.mlflow
-    if mlflow is not None and is_unclear(mlflow.tracking_uri):
-        message = (
-            "must be http://HOST, https://HOST, file:///FOLDER, sqlite:////FOLDER/FILE or an "
-            "absolute folder, without '%', '?', '#' and '..'"
-        )
-        problems.append(FieldProblem(_TRACKING_URI, "unclear_uri", message))
-    return problems
+    message = (
+        "must be http://HOST, https://HOST, file:///FOLDER, sqlite:////FOLDER/FILE or an "
+        "absolute folder, without '%', '?', '#' and '..'"
+    )
+    uris = {field: uri for field, mark, uri in places_of(spec) if uri and mark.is_uri}
+    unclear = [field for field, uri in uris.items() if is_unclear(uri)]
+    return problems + [FieldProblem(field, "unclear_uri", message) for field in unclear]
 
 
 def without_lost_place(
@@ -128,7 +117,7 @@ def is_allowed(path: str, roots: Sequence[Path | str] | None) -> bool:
     """Whether a job may use a path or URL; without roots it may use any."""
     if roots is None:
         return True
-    if path.startswith(_REMOTE):
+    if is_remote(path):
         return any(_is_below_url(path, root) for root in roots if isinstance(root, str))
     folders = [root for root in roots if isinstance(root, Path)]
     # A driver has another working folder: of a relative path we cannot say where it would lie.

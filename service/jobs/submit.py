@@ -17,9 +17,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
+from service.auth.permissions import paths_of
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
-from service.db.queries import JobFilter
+from service.domain.job_filter import JobFilter
 from service.domain.models import Job, JobStatus, new_job_id
 from service.errors import JobNotFound
 from service.jobs.run_storage import reach, run_dir_of, write_json
@@ -27,7 +28,7 @@ from service.settings import Settings
 from service.storage import in_time
 from trainer.errors import ManifestError
 from trainer.protocol.untrusted import MAX_ENTRIES, NotRegular, read_untrusted
-from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.base import FieldProblem, SpecError, is_remote, places_of
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import size_tables
 
@@ -36,7 +37,6 @@ UNREADABLE = "unreadable_path"
 _MANIFEST_NAME = "manifest.json"
 # Each file of the data has an entry. While a document is parsed nothing else runs.
 _MAX_MANIFEST_BYTES = 1 << 23
-_URL_SCHEMES = ("s3", "gs")
 _MAX_SHOWN_CHARS = 200
 # What the database keeps of the path of a checkpoint, without the names of job and step.
 _MAX_CHECKPOINT_PATH_CHARS = 900
@@ -77,7 +77,7 @@ def _place_problem(
     What is behind a URL is seen when the job starts, with the credentials of the cluster.
     """
     if "://" in path:
-        if path.split("://")[0] in _URL_SCHEMES:
+        if is_remote(path):
             return None
         message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
         return FieldProblem(field, "unknown_scheme", message)
@@ -261,16 +261,15 @@ def submit_job(
 
 def check_places(spec: JobSpec) -> None:
     """Raise `SpecError` for what a job would leave on a disk of one of its hosts."""
-    problems = []
-    path = spec.checkpoint.path  # by default on the service's own checkpoint root
-    if path is not None and path.split("://")[0] not in _URL_SCHEMES:
-        message = "hosts share no folder here (SHARDLOOM_RUNS_SHARED): name one in object storage"
-        problems.append(FieldProblem("checkpoint.path", "not_shared", message))
-    if spec.sinks.tensorboard is not None:
-        message = "hosts share no folder here (SHARDLOOM_RUNS_SHARED): event files would be lost"
-        problems.append(FieldProblem("sinks.tensorboard", "not_shared", message))
-    if problems:
-        raise SpecError(problems)
+    message = (
+        "hosts share no folder here (SHARDLOOM_RUNS_SHARED), so files would be lost: name object "
+        "storage or a server, or leave this section out"
+    )
+    local = {field for field, path in paths_of(spec, written=True).items() if not is_remote(path)}
+    # Without a path checkpoints are on the service's own root, other files in the run folder.
+    unnamed = {field for field, mark, path in places_of(spec) if mark.is_written and path is None}
+    if found := local | unnamed - {"checkpoint.path"}:
+        raise SpecError([FieldProblem(field, "not_shared", message) for field in sorted(found)])
 
 
 def keep_secrets(
@@ -295,7 +294,7 @@ def find_job(store: JobStore, reference: str, projects: Collection[str] | None =
     try:
         found = store.get_job(reference)
     except JobNotFound:
-        named, _ = store.list_jobs(JobFilter(name=reference, projects=projects), limit=1)
+        named, _ = store.list_jobs(JobFilter(name=reference), projects=projects, limit=1)
     else:
         if projects is not None and found.project not in projects:
             raise JobNotFound(reference)
@@ -305,7 +304,7 @@ def find_job(store: JobStore, reference: str, projects: Collection[str] | None =
     # Pages go down from a cursor. It has characters of ids only: databases differ in how they sort
     # others, and in these "z" is the last.
     end = reference.ljust(_LONGER_THAN_IDS, "z")
-    near, _ = store.list_jobs(JobFilter(after=end, projects=projects), limit=2)
+    near, _ = store.list_jobs(JobFilter(after=end), projects=projects, limit=2)
     matches = [job for job in near if reference and job.id.startswith(reference)]
     if len(matches) != 1:
         raise JobNotFound(reference)

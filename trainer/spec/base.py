@@ -6,9 +6,9 @@ Problems name the path of the field as users write it, a stable code and a messa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -148,6 +148,44 @@ def _writable(text: str, info: ValidationInfo) -> str:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Marks a field that names what a job reads, or writes, beside its run folder.
+
+    The service confines what is in such a field: a path or URL, of which `is_uri` says that files
+    are named by `file:` or `sqlite:`.
+    """
+
+    is_written: bool
+    is_uri: bool = False
+
+
+ReadsFrom = Annotated[PathText, Place(is_written=False)]
+WritesTo = Annotated[PathText, Place(is_written=True)]
+WritesToUri = Annotated[PathText, Place(is_written=True, is_uri=True)]
+
+
+def places_of(section: BaseModel, above: str = "") -> Iterator[tuple[str, Place, str | None]]:
+    """Every marked field of a spec, or of a section of it: its path, its mark and its value."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from places_of(value, f"{above}{name}.")
+        for hint in (*field.metadata, field.annotation):
+            yield from ((f"{above}{name}", mark, value) for mark in _marks(hint))
+
+
+def _marks(hint: Any) -> list[Place]:
+    """The marks in a type hint: of `WritesTo | None` that of the first."""
+    within = [mark for part in get_args(hint) for mark in _marks(part)]
+    return [hint] if isinstance(hint, Place) else within
+
+
+def is_remote(path: str) -> bool:
+    """Whether this is a URL of an object store that `trainer.storage` knows."""
+    return path.startswith(("s3://", "gs://"))
 
 
 @dataclass(frozen=True)

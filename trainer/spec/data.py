@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from trainer.spec.base import Count, Identifier, Label, PathText, SpecModel, problem
+from trainer.spec.base import Count, Identifier, Label, PathText, ReadsFrom, SpecModel, problem
 
 DenseTransform = Literal["none", "log1p", "standardise"]
 
@@ -105,7 +105,7 @@ class DataSpec(SpecModel):
     """
 
     format: Literal["parquet"] = "parquet"
-    path: PathText
+    path: ReadsFrom
     label: LabelSpec
     weight_column: Identifier | None = None
     split: SplitSpec = SplitSpec()

@@ -481,7 +481,7 @@ def test_what_a_job_would_leave_on_a_disk_of_a_host_is_refused(
     problem = problem_in(answer, 422, "invalid_spec")
     assert {each["path"] for each in problem["fields"]} == {
         "checkpoint.path",
-        "sinks.tensorboard",
+        "sinks.tensorboard.dir",
     }
     stored = house.store.get_job(house.submit("submitter"))
     assert stored.spec.checkpoint.path == CHECKPOINTS
@@ -502,7 +502,8 @@ def test_what_would_be_left_on_a_host_is_refused_of_a_dry_run_and_a_sweep_as_wel
     epochs = {"path": "training.epochs", "values": [1, 2]}
     search = {"parameters": [epochs], "metric": "train/loss"}
     for changes, field in (
-        ({"sinks": {"tensorboard": {}}}, "sinks.tensorboard"),
+        ({"sinks": {"tensorboard": {}}}, "sinks.tensorboard.dir"),
+        ({"sinks": {"mlflow": {"tracking_uri": "file:///x"}}}, "sinks.mlflow.tracking_uri"),
         ({"checkpoint": {"path": str(TINY_DATA)}}, "checkpoint.path"),
     ):
         body = {"spec": spec_document(**changes)}

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from service.auth.permissions import job_below, outside_roots, roots_of, without_lost_place
+from service.auth.permissions import (
+    job_below,
+    outside_roots,
+    paths_of,
+    roots_of,
+    without_lost_place,
+)
 from service.domain.auth import Role
 from service.files import is_below
 from service.settings import Settings
 from tests.harness.builders import spec_document
 from tests.harness.service import GuardedApps
 from trainer.spec import validate_spec
-from trainer.spec.base import SpecError
+from trainer.spec.base import PathText, Place, SpecError, SpecModel
+from trainer.spec.job import JobSpec
 
 
 def test_a_link_out_of_the_roots_is_seen_through(tmp_path: Path) -> None:
@@ -145,6 +153,39 @@ def test_sinks_write_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert _refused_sinks({"mlflow": {"tracking_uri": uri}}, tmp_path) == [], uri
     elsewhere = validate_spec(spec_document(sinks={"mlflow": {"tracking_uri": "file:///etc"}}))
     assert outside_roots(elsewhere, None) == []
+
+
+def test_every_field_that_names_a_path_is_marked_and_confined() -> None:
+    sections: list[type[SpecModel]] = [JobSpec]
+    unmarked = set[str]()
+    for section in sections:
+        for name, field in section.model_fields.items():
+            hints = [field.annotation, *field.metadata]
+            for hint in hints:
+                hints += get_args(hint)
+            nested = [
+                each for each in hints if isinstance(each, type) and issubclass(each, SpecModel)
+            ]
+            sections += (each for each in nested if each not in sections)
+            is_path = get_args(PathText)[-1] in hints or re.search(
+                "(path|dir|folder|file|ur[il])$", name
+            )
+            if is_path and not any(isinstance(hint, Place) for hint in hints):
+                unmarked.add(f"{section.__name__}.{name}")
+    # The one is below `data.path`, the other a name.
+    assert unmarked == {"VocabularySpec.path", "MlflowSpec.experiment"}
+    spec = spec_document(
+        checkpoint={"path": "/a", "warm_start": {"path": "/b"}},
+        sinks={"tensorboard": {"dir": "/c"}, "mlflow": {"tracking_uri": "sqlite:////d/e"}},
+    )
+    written = {
+        "checkpoint.path": "/a",
+        "sinks.tensorboard.dir": "/c",
+        "sinks.mlflow.tracking_uri": "/d/e",
+    }
+    read = {"data.path": spec["data"]["path"], "checkpoint.warm_start.path": "/b"}
+    assert paths_of(validate_spec(spec), written=True) == written
+    assert paths_of(validate_spec(spec)) == read | written
 
 
 def test_sinks_write_only_into_runs_of_the_job_s_own_project(open_guarded: GuardedApps) -> None:

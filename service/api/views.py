@@ -184,6 +184,7 @@ def _fields_of(job: Job) -> dict[str, Any]:
         **vars(job),
         **vars(sizes),
         "labels": job.spec.labels,
+        "watched_metric": job.spec.model.watched_metric,
         "num_replicas": sizes.num_replicas,
         "num_attempts": job.num_attempts,
         "progress": progress_of(job.progress, job.status),

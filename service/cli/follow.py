@@ -20,20 +20,20 @@ from rich.table import Table
 from rich.text import Text
 
 from service.cli.common import DETACHED, exit_code_of
-from service.cli.render import (
-    event_line,
-    headline_metric,
-    metrics_line,
-    progress_line,
-    shape_text,
-    status_text,
-)
+from service.cli.render import event_line, headline_metric, progress_line, status_text
 from service.client.client import ShardloomClient
 from service.client.errors import ShardloomError
 from service.client.transport import PATIENCE_S, is_transient
 from service.domain.models import JobStatus
 from service.schemas.jobs import JobDetail
-from service.schemas.wording import compact, duration, duration_of, groups_text
+from service.schemas.wording import (
+    compact,
+    duration,
+    duration_of,
+    groups_text,
+    metrics_line,
+    shape_text,
+)
 
 # Plain lines end up in logs, where one every few seconds is enough.
 PLAIN_LINE_EVERY_S = 10.0
@@ -64,7 +64,7 @@ class PlainView:
             self._step = job.progress.step
             self._next_line_s = self._clock() + PLAIN_LINE_EVERY_S
             if job.progress.total_steps:
-                metric = headline_metric(job.latest_metrics)
+                metric = headline_metric(job)
                 self._console.print(progress_line(job) + (f", {metric}" if metric else ""))
 
 

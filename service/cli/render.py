@@ -14,7 +14,7 @@ from rich.text import Text
 from service.backends.base import cluster_text
 from service.cli.common import clock, sparkline
 from service.domain.membership import span_text
-from service.domain.metrics import goodput_of, phase_shares
+from service.domain.metrics import goodput_of, phase_shares, watched_names
 from service.domain.models import GoneGroup, JobStatus, Member
 from service.domain.sharding import (
     DATA_PARALLEL,
@@ -32,7 +32,6 @@ from service.schemas.jobs import (
     CheckpointOut,
     ComparedOut,
     JobDetail,
-    JobPlan,
     JobSummary,
     MembershipOut,
     MetricSeries,
@@ -61,8 +60,6 @@ def _standing(group: Member | GoneGroup, now_s: float) -> Text:
 # Lines of the timeline that a job's page is made from.
 SHOWN_KINDS = (STARTED, DIVERGENCE, WRITTEN, *RESIZE_KINDS)
 _STYLES = {"active": "cyan", "good": "green", "warn": "yellow", "bad": "red"}
-# Where more than one metric is known, the first of these is the one to show in a narrow place.
-_HEADLINE_METRICS = ("validation/rmse", "validation/ne", "train/rmse", "train/ne", "train/loss")
 
 
 def toned(text: str, tone: str) -> Text:
@@ -73,33 +70,11 @@ def status_text(status: JobStatus) -> Text:
     return toned(status.value, wording.tone_of(status))
 
 
-def headline_metric(metrics: Mapping[str, float]) -> str:
-    """The one metric that says most, as in `validation/rmse 0.9123`; empty if none is known."""
-    for name in _HEADLINE_METRICS:
-        if name in metrics:
-            return f"{name} {wording.metric(name, metrics[name])}"
-    return ""
-
-
-def metrics_line(metrics: Mapping[str, float], part: str) -> str:
-    """Metrics of one part (`train`, `validation`) in a line, as in `loss 0.41   rmse 0.93`."""
-    prefix = f"{part}/"
-    return "   ".join(
-        f"{name.removeprefix(prefix)} {wording.metric(name, value)}"
-        for name, value in sorted(metrics.items())
-        if name.startswith(prefix)
-    )
-
-
-def shape_text(job: JobSummary | JobPlan) -> str:
-    """The layout in words, as in `4 workers (2 replicas x 2 shards)`."""
-    span = span_text(job.min_workers, job.world_size)
-    workers = "1 worker" if span == "1" else f"{span} workers"
-    spares = f" and {job.spare_workers} in spares" if job.spare_workers else ""
-    if job.num_replicas is None or job.shard_group_size is None:
-        return f"{workers} (auto){spares}"
-    replicas = span_text(job.min_workers // job.shard_group_size, job.num_replicas)
-    return f"{workers} ({replicas} replicas x {job.shard_group_size} shards){spares}"
+def headline_metric(job: JobSummary) -> str:
+    """The metric that a job watches, as in `validation/rmse 0.9123`; empty if none is known."""
+    known = job.latest_metrics
+    names = [name for name in watched_names(job.watched_metric) if name in known]
+    return f"{names[0]} {wording.metric(names[0], known[names[0]])}" if names else ""
 
 
 def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
@@ -107,12 +82,13 @@ def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
         "Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Time"
     )
     for job in jobs:
+        aside = wording.aside(job) or wording.groups_text(job)
         table.add_row(
             job.id,
             job.name,
-            Text.assemble(status_text(job.status), (_aside(job), "yellow")),
+            Text.assemble(status_text(job.status), (f" {aside}" if aside else "", "yellow")),
             _progress_text(job),
-            headline_metric(job.latest_metrics),
+            headline_metric(job),
             span_text(job.min_workers, job.world_size),
             wording.age(job.created_at, now_s),
             wording.duration_of(job, now_s),
@@ -126,18 +102,7 @@ def _progress_text(job: JobSummary) -> str:
     if not progress.total_steps:
         return ""
     parts = [f"{progress.percent:.0f} %", f"{wording.compact(progress.rows)} rows"]
-    if progress.eta_s is not None and not job.status.is_terminal:
-        parts.append(f"{wording.duration(progress.eta_s)} left")
-    return "  ".join(parts)
-
-
-def _aside(job: JobSummary) -> str:
-    if job.queue and job.queue.position:
-        return f" #{job.queue.position}"
-    if job.pause_requested:
-        return " pausing"
-    groups = wording.groups_text(job)
-    return f" {groups}" if groups else ""
+    return "  ".join(filter(None, [*parts, wording.eta_text(progress)]))
 
 
 def job_page(
@@ -169,7 +134,7 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     if job.queue and job.queue.reason:
         place = f"#{job.queue.position}: " if job.queue.position else ""
         grid.add_row("queue", f"{place}{job.queue.reason}")
-    grid.add_row("layout", shape_text(job))
+    grid.add_row("layout", wording.shape_text(job))
     if job.spec.resources.cluster == "own":
         grid.add_row("cluster", cluster_text(job.spec))
     for fact in wording.group_facts(job, job.membership, timeline, now_s):
@@ -184,7 +149,7 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     if job.progress.total_steps:
         grid.add_row("progress", progress_line(job))
     for part in ("train", "validation"):
-        if line := metrics_line(job.latest_metrics, part):
+        if line := wording.metrics_line(job.latest_metrics, part):
             grid.add_row(part, line)
     if line := phases_line(job.latest_metrics):
         grid.add_row("step", line)
@@ -306,14 +271,14 @@ def metrics_table(series: Iterable[MetricSeries]) -> Table:
 
 
 def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Table:
-    table = plain_table(">Step", "", ">Size", "Written", "Metric", "Path")
+    table = plain_table(">Step", "", ">Size", "Written", "Metrics", "Path")
     for checkpoint in checkpoints:
         table.add_row(
             f"{checkpoint.step:,}",
             Text("best", style="green") if checkpoint.is_best else "",
             wording.size(checkpoint.size_bytes),
             wording.age(checkpoint.created_at, now_s),
-            headline_metric(checkpoint.metrics),
+            wording.metrics_line(checkpoint.metrics),
             Text(checkpoint.path, overflow="fold"),
         )
     return table

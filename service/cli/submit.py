@@ -31,7 +31,7 @@ from service.cli.common import (
     read_spec,
 )
 from service.cli.follow import detached_message, detaching, follow
-from service.cli.render import facts_grid, plain_table, shape_text
+from service.cli.render import facts_grid, plain_table
 from service.client.client import PLAN_LIMIT_S, ShardloomClient
 from service.client.errors import InvalidRequest
 from service.domain.timeline import counted
@@ -46,6 +46,7 @@ from service.schemas.wording import (
     fullest,
     latency,
     ratio,
+    shape_text,
     size,
     step_phases,
 )

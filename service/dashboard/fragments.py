@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from service.api.views import compared_view, summary_of
+from service.api.views import compared_view, progress_of, summary_of
 from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import spec_text, views
 from service.dashboard.groups import grid_then, member_grid
@@ -29,6 +29,7 @@ from service.domain.sharding import (
     shard_text,
     table_uses,
 )
+from service.domain.timeline import counted
 from service.schemas import wording
 
 _templates = Environment(
@@ -38,17 +39,19 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-# Templates call any function of these modules, also as a filter: `{{ job.created_at | age(now) }}`.
+# Templates call what these modules define, also as a filter: `{{ job.created_at | age(now) }}`.
 _WORDS = {
     name: each
     for module in (wording, views)
     for name, each in vars(module).items()
-    if isfunction(each)
+    if isfunction(each) and each.__module__ == module.__name__
 }
 _templates.filters |= _WORDS | {"grouped": "{:,}".format}
 _templates.globals |= _WORDS | {
+    "counted": counted,
     "home": MOUNT_PATH,
     "num_colours": views.NUM_HOST_COLOURS,
+    "progress_of": progress_of,
     "shard_text": shard_text,
 }
 
@@ -63,11 +66,13 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
     `now` is Unix time in seconds.
     """
     last_end = attempts[-1].end_reason if attempts else None
+    shown = summary_of(job)
     return render(
         "heading.html",
         job=job,
         now=now,
-        groups=wording.groups_text(summary_of(job)),
+        groups=wording.groups_text(shown),
+        layout=wording.layout_text(shown),
         advice=advice_of(job.reason, last_end) if job.status is JobStatus.FAILED else "",
         cluster=cluster_text(job.spec) if has_own_cluster(job) else "",
     )

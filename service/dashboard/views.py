@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from service.api.views import progress_of, summary_of
-from service.domain.membership import sizes_of_job, span_text
-from service.domain.models import EndReason, Job, JobStatus, QueueState, TimelineEvent
+from service.api.views import summary_of
+from service.domain.models import EndReason, Job, TimelineEvent
 from service.schemas import wording
-from service.schemas.jobs import ProgressOut
 from trainer.protocol.events import WorkersStarted
 
 _EVENT_TONES = {
@@ -24,39 +22,13 @@ _EVENT_TONES = {
 _LEVEL_TONES = {"warning": "warn", "error": "bad"}
 _GOOD_ENDS = frozenset({EndReason.COMPLETED, EndReason.CANCELLED, EndReason.PAUSED})
 NUM_HOST_COLOURS = 8
-
-
-def layout_text(job: Job) -> str:
-    """World size as replicas times shards, `4 = 2 × 2` (T = M × L); bounds where it may change.
-
-    What is added are the workers of spares.
-    """
-    sizes = sizes_of_job(job)
-    workers = span_text(sizes.min_workers, sizes.world_size)
-    if sizes.num_replicas is None or sizes.shard_group_size is None:
-        return f"{workers} (auto)"
-    replicas = span_text(sizes.min_workers // sizes.shard_group_size, sizes.num_replicas)
-    spares = f" + {sizes.spare_workers}" if sizes.spare_workers else ""
-    return f"{workers} = {replicas} {wording.TIMES} {sizes.shard_group_size}{spares}"
-
-
-def eta_text(progress: ProgressOut) -> str:
-    """When a job will be done, as in `3m 20s left`; empty where there is nothing to wait for."""
-    eta = wording.duration(progress.eta_s)
-    return "" if eta == wording.NOTHING else f"{eta} left"
-
-
-def _aside(job: Job) -> str:
-    """Why a job makes no progress: how it failed, or its position in the queue; else empty."""
-    if job.status is JobStatus.FAILED:
-        return job.reason.value.replace("_", " ") if job.reason else ""
-    position = QueueState.of(job).position if job.status is JobStatus.QUEUED else None
-    return f"#{position} in the queue" if position else ""
+_SPEED = "speed/rows_per_s"
 
 
 def job_row(job: Job, now: float, metric: str = "") -> dict[str, object]:
     """One line of the job list, ready for the table (JSON values only), with one more `metric`."""
-    progress = progress_of(job.progress, job.status)
+    shown = summary_of(job)
+    progress = shown.progress
     quality = job.spec.model.watched_metric
     quality_value = job.latest_metrics.get(f"validation/{quality}")
     return {
@@ -64,17 +36,17 @@ def job_row(job: Job, now: float, metric: str = "") -> dict[str, object]:
         "name": job.name,
         "status": job.status.value.lower(),
         "tone": wording.tone_of(job.status),
-        "groups": wording.groups_text(summary_of(job)),
+        "groups": wording.groups_text(shown),
         "percent": round(progress.percent, 1),
         # Truncated, so that 100 % means done.
         "percent_text": f"{int(progress.percent)}%",
-        "aside": _aside(job) or eta_text(progress),
+        "aside": wording.aside(shown) or wording.eta_text(progress),
         "message": job.message,
-        "workers": layout_text(job),
+        "workers": wording.layout_text(shown),
         "loss": wording.precise(job.latest_metrics.get("train/loss")),
         "quality": wording.precise(quality_value),
         "quality_name": "" if quality_value is None else quality.upper(),
-        "rows_per_s": wording.compact(job.progress.rows_per_s or None),
+        "rows_per_s": wording.metric(_SPEED, job.latest_metrics.get(_SPEED)),
         "metric": wording.metric(metric, job.latest_metrics.get(metric)),
         "project": job.project,
         "labels": " ".join(f"{key}={value}" for key, value in job.spec.labels.items()),
@@ -94,7 +66,7 @@ def key_figures(job: Job) -> list[tuple[str, str, str]]:
         ("train/loss", "Train loss", "Mean over the last reporting window"),
         (f"train/{quality}", f"Train {label}", "Over the last reporting window"),
         (f"validation/{quality}", f"Validation {label}", "Over the validation part"),
-        ("speed/rows_per_s", "Rows/s", "Rows trained per second by all ranks"),
+        (_SPEED, "Rows/s", "Rows trained per second by all ranks"),
         ("speed/steps_per_s", "Steps/s", "Steps per second"),
         ("sync/time_s", "Sync time", "Mean time of one average over replica groups"),
         ("balance/gradient", "Gradient imbalance", f"Distinct rows updated: {busiest}"),

@@ -21,6 +21,11 @@ SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_un
 _CAUSES = {"redo": "work done again", "hang": "hangs", "checkpoint": "checkpoints"}
 
 
+def watched_names(watched: str) -> tuple[str, ...]:
+    """Names of what a job watches: on validation, before that in training, else its loss."""
+    return f"validation/{watched}", f"train/{watched}", "train/loss"
+
+
 def admitted(known: Collection[str], names: Iterable[str]) -> list[str]:
     """Those of `names` that a job may have beside its `known` ones: it reports what it likes."""
     new = [name for name in names if name not in known and len(name) <= _MAX_NAME_CHARS]

@@ -158,6 +158,7 @@ class JobSummary(ApiModel):
     num_failures: int
     progress: ProgressOut
     latest_metrics: dict[str, Value]
+    watched_metric: str = Field(default="", description="Of which the best checkpoint is kept.")
     priority: int = 0
     pause_requested: bool = Field(default=False, description="It pauses, or makes way.")
     queue: QueuePlace | None = Field(default=None, description="Null unless it waits.")

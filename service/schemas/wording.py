@@ -14,14 +14,22 @@ from functools import wraps
 from itertools import pairwise
 from typing import Any
 
-from service.domain.membership import SPARE
+from service.domain.membership import SPARE, span_text
 from service.domain.metrics import MEMORY_PARTS as PREDICTED_PARTS
 from service.domain.metrics import steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus
 from service.domain.sharding import TimelineEntry
 from service.domain.sweeps import SweepStatus
 from service.domain.timeline import counted, latest_resize_request
-from service.schemas.jobs import ComparedOut, ExportOut, JobDetail, JobSummary, MembershipOut
+from service.schemas.jobs import (
+    ComparedOut,
+    ExportOut,
+    JobDetail,
+    JobPlan,
+    JobSummary,
+    MembershipOut,
+    ProgressOut,
+)
 from service.schemas.sweeps import TrialOut
 from trainer.layout.cost import MemoryUse, StepTime
 from trainer.layout.plans import Calibration
@@ -208,9 +216,11 @@ def of_limit(number: int, limit: int | None) -> str:
     return str(number) if limit is None else f"{number} of {limit}"
 
 
-def metrics_line(values: Mapping[str, float]) -> str:
-    """All metrics of a record on one line: `validation/rmse 0.8812 · validation/mae 0.6700`."""
-    return " · ".join(f"{name} {metric(name, values[name])}" for name in sorted(values)) or NOTHING
+def metrics_line(values: Mapping[str, float], part: str = "") -> str:
+    """Metrics on one line, `validation/mae 0.67 · validation/rmse 0.88`; of a part without it."""
+    prefix = f"{part}/" if part else ""
+    names = [name for name in sorted(values) if name.startswith(prefix)]
+    return " · ".join(f"{name.removeprefix(prefix)} {metric(name, values[name])}" for name in names)
 
 
 # ---- a job
@@ -274,6 +284,51 @@ def duration_of(job: Job | JobSummary, now_s: float) -> str:
     if job.started_at is None:
         return ""
     return duration((job.ended_at or now_s) - job.started_at)
+
+
+def eta_text(progress: ProgressOut) -> str:
+    """When a job will be done, as in `3m 20s left`; empty where there is nothing to wait for."""
+    eta = duration(progress.eta_s)
+    return "" if eta == NOTHING else f"{eta} left"
+
+
+def layout_text(job: JobSummary) -> str:
+    """World size as replicas times shards, `4 = 2 × 2` (T = M × L); bounds where it may change.
+
+    What is added are the workers of spares.
+    """
+    workers, replicas = _spans(job)
+    if not replicas:
+        return f"{workers} (auto)"
+    spares = f" + {job.spare_workers}" if job.spare_workers else ""
+    return f"{workers} = {replicas} {TIMES} {job.shard_group_size}{spares}"
+
+
+def shape_text(job: JobSummary | JobPlan) -> str:
+    """The layout in words, as in `4 workers (2 replicas x 2 shards)`."""
+    workers, replicas = _spans(job)
+    workers += " worker" if workers == "1" else " workers"
+    layout = f"{replicas} replicas x {job.shard_group_size} shards" if replicas else "auto"
+    spares = f" and {job.spare_workers} in spares" if job.spare_workers else ""
+    return f"{workers} ({layout}){spares}"
+
+
+def _spans(job: JobSummary | JobPlan) -> tuple[str, str]:
+    """Bounds of the workers and of the replicas; the latter empty while `auto` is undecided."""
+    workers = span_text(job.min_workers, job.world_size)
+    if job.num_replicas is None or job.shard_group_size is None:
+        return workers, ""
+    return workers, span_text(job.min_workers // job.shard_group_size, job.num_replicas)
+
+
+def aside(job: JobSummary) -> str:
+    """Why a job makes no progress: how it failed, its place in the queue, that it pauses."""
+    if job.status is JobStatus.FAILED:
+        return job.reason.value.replace("_", " ") if job.reason else ""
+    if job.queue and job.queue.position:
+        return f"#{job.queue.position} in the queue"
+    is_open = job.status is not JobStatus.PAUSED and not job.status.is_terminal
+    return "pausing" if job.pause_requested and is_open else ""
 
 
 def groups_text(job: JobSummary) -> str:

@@ -20,7 +20,7 @@ from starlette.datastructures import QueryParams
 
 from service.app import create_app
 from service.backends.fake import FakeBackend
-from service.dashboard import fragments, views
+from service.dashboard import fragments, snapshots, views
 from service.dashboard.job import spec_yaml
 from service.dashboard.jobs import LIST_MAX_AGE_S, JobQuery, ListFeed, spark_path
 from service.dashboard.panels import suggested_source
@@ -44,6 +44,7 @@ from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, 
 from tests.harness.databases import store_attempt, store_job
 from tests.harness.service import LOOPBACK_URL
 from trainer.layout.layout import Layout
+from trainer.protocol.events import Note
 from trainer.spec import load_spec
 
 
@@ -76,7 +77,8 @@ def rows_of(html: str) -> list[list[str]]:
 
 
 def test_a_running_job_shows_progress_eta_and_layout() -> None:
-    row = views.job_row(running_job(latest_metrics={"train/loss": 0.61}), NOW + 70)
+    told = {"train/loss": 0.61, "speed/rows_per_s": 16_540}
+    row = views.job_row(running_job(latest_metrics=told), NOW + 70)
     assert row["percent"] == 50.0
     assert row["aside"] == "3m 20s left"
     assert row["workers"] == "4 = 2 × 2"  # noqa: RUF001
@@ -95,6 +97,7 @@ def test_a_job_that_does_not_run_shows_why_instead_of_an_eta() -> None:
     note = QueueState(position=3, reason="waiting for 4 of 8 workers")
     waiting = replace(queued_job(), queue_note=note.document)
     assert views.job_row(waiting, NOW)["aside"] == "#3 in the queue"
+    assert views.job_row(running_job(pause_requested=True), NOW)["aside"] == "pausing"
 
 
 def test_the_address_of_the_list_holds_its_filters_and_never_those_of_other_projects() -> None:
@@ -243,6 +246,17 @@ def test_a_snapshot_holds_what_the_page_shows_and_a_later_one_adds_what_is_new(
     assert load_job(store, job.id, changed).is_rewound
     with pytest.raises(JobNotFound):
         load_job(store, "job-nope", None)
+
+
+def test_of_a_long_timeline_the_newest_lines_are_read_with_submission_and_workers(
+    store: JobStore, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = [Note(time=NOW, message=str(number)) for number in range(5)]
+    store.append_events(f"{job.id}-a0", batch(*notes, first_seq=2), NOW)
+    monkeypatch.setattr(snapshots, "MAX_LINES", 3)
+    read = load_job(store, job.id, None).timeline
+    assert [line.kind for line in read] == ["job_submitted", "workers_started", *["note"] * 3]
+    assert read[-1].message == "4"
 
 
 def test_of_known_points_only_newer_ones_are_read_until_there_are_too_many(

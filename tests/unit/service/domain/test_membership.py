@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api.views import summary_of
-from service.cli.render import shape_text
-from service.dashboard.views import layout_text
 from service.domain.membership import (
     Sizes,
     apply_event,
@@ -25,6 +23,7 @@ from service.domain.membership import (
 )
 from service.domain.metrics import MEMORY_PARTS, compared
 from service.domain.models import Job, Membership
+from service.schemas.wording import layout_text, shape_text
 from tests.harness.builders import (
     NOW,
     folded_membership,
@@ -254,7 +253,7 @@ def test_lists_and_pages_show_what_is_decided() -> None:
             "4-6 workers (2-3 replicas x 2 shards)",
         ),
     ):
-        assert layout_text(job).replace(chr(215), "x") == listed
+        assert layout_text(summary_of(job)).replace(chr(215), "x") == listed
         assert shape_text(summary_of(job)) == shown
 
 

@@ -108,7 +108,7 @@ def _label_columns(spec: JobSpec, index: int) -> LabelColumns:
         value=InputColumn(f"{path}.column", label.column),
         offset=_optional(f"{path}.offset_column", label.offset_column),
         scale=_optional(f"{path}.scale_column", label.scale_column),
-        is_binary=task.loss == "bce",
+        is_binary=task.is_binary,
     )
 
 

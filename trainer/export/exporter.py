@@ -85,7 +85,7 @@ def features_document(spec: JobSpec, layout: RowLayout, kinds: Mapping[str, str]
                 "name": task.name,
                 "loss": task.loss,
                 "prediction": "a probability"
-                if task.loss == "bce"
+                if task.is_binary
                 else f"in the unit of column '{(task.label or spec.data.label).column}'",
             }
             for task in spec.model.tasks

@@ -371,7 +371,7 @@ def in_own_unit(outputs: NDArray[np.float32], rows: Rows, spec: JobSpec) -> Pred
     for index, task in enumerate(spec.model.tasks):
         values = outputs[:, index]
         with np.errstate(over="ignore"):  # infinite then, which whoever asked has to look at
-            if task.loss == "bce":
+            if task.is_binary:
                 found[task.name] = (1 / (1 + np.exp(-values))).astype(np.float32)
             else:
                 found[task.name] = values * rows.scale[:, index] + rows.offset[:, index]

@@ -125,7 +125,7 @@ def measure(
         found, wanted = (np.concatenate([part[task.name] for part in p]) for p in (ours, theirs))
         errors = np.abs(found.astype(np.float64) - wanted)
         label = np.concatenate([_label_of(task, rows, index) for _, rows in pieces])
-        name, metric = _METRICS[task.loss]
+        name, metric = ("logloss", _log_loss) if task.is_binary else ("rmse", _rmse)
         report.tasks[task.name] = TaskError(
             mean_abs_error=float(errors.mean()),
             max_abs_error=float(errors.max()),
@@ -199,7 +199,7 @@ def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float
 def _label_of(task: TaskSpec, rows: Rows, index: int) -> NDArray[np.float32]:
     """Labels [n] of `task` number `index` in the unit of its predictions."""
     label = rows.label[:, index]
-    return label if task.loss == "bce" else label * rows.scale[:, index] + rows.offset[:, index]
+    return label if task.is_binary else label * rows.scale[:, index] + rows.offset[:, index]
 
 
 def _rmse(predictions: NDArray[Any], label: NDArray[Any], weights: NDArray[Any]) -> float:
@@ -211,6 +211,3 @@ def _log_loss(predictions: NDArray[Any], label: NDArray[Any], weights: NDArray[A
     inside = np.clip(predictions.astype(np.float64), 1e-7, 1 - 1e-7)
     losses = label * np.log(inside) + (1 - label) * np.log(1 - inside)
     return -float(np.average(losses, weights=weights))
-
-
-_METRICS = {"mse": ("rmse", _rmse), "bce": ("logloss", _log_loss)}

@@ -102,10 +102,10 @@ class TaskSpec(SpecModel):
             )
         if len(set(self.metrics)) < len(self.metrics):
             raise problem("duplicate_metric", "each metric is reported once", "metrics")
-        if self.loss == "bce" and self.auc_threshold is not None:
+        if self.is_binary and self.auc_threshold is not None:
             message = "labels of a bce task are 0 and 1; remove it"
             raise problem("unexpected_threshold", message, "auc_threshold")
-        if self.loss == "mse" and "auc" in self.metrics and self.auc_threshold is None:
+        if not self.is_binary and "auc" in self.metrics and self.auc_threshold is None:
             raise problem(
                 "missing_threshold",
                 "the auc of an mse task needs auc_threshold: from which label on a row is positive",
@@ -114,11 +114,17 @@ class TaskSpec(SpecModel):
         return self
 
     @property
+    def is_binary(self) -> bool:
+        """Whether labels are 0 or 1 and outputs logits; else both are numbers in the label's unit,
+        which its offset and scale normalise."""
+        return self.loss == "bce"
+
+    @property
     def metric_names(self) -> tuple[MetricName, ...]:
         """Metrics to report; the natural ones of the loss where none is named."""
         if self.metrics:
             return self.metrics
-        if self.loss == "bce":
+        if self.is_binary:
             return ("ne", "auc")
         return ("rmse", "mae") if self.auc_threshold is None else ("rmse", "mae", "auc")
 

@@ -99,7 +99,7 @@ class TaskMeter:
         self._num_kept = 0  # rows
         # Sums of weighted losses and of weights that the metrics have taken in.
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
-        self._is_binary = torch.tensor([task.loss == "bce" for task in tasks], device=device)
+        self._is_binary = torch.tensor([task.is_binary for task in tasks], device=device)
 
         def metrics_on(device: torch.device) -> dict[str, _TaskMetrics]:
             names = (f"{task.name}/" if len(tasks) > 1 else "" for task in tasks)

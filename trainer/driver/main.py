@@ -62,8 +62,8 @@ from trainer.protocol.mirror import MirrorThread
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import RunDir, write_whole
 from trainer.protocol.versions import check_versions, installed_versions
+from trainer.sinks import open_sinks
 from trainer.sinks.base import Feed
-from trainer.sinks.manager import open_sinks
 from trainer.spec import load_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
@@ -301,7 +301,7 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
 
 
 def end_attempt(
-    context: DriverContext, writer: EventWriter, sinks: Sequence[Feed] = ()
+    context: DriverContext, writer: EventWriter, feeds: Sequence[Feed] = ()
 ) -> events.AttemptEnded:
     """Run the attempt in a folder that no other one uses; how it ended. Raises `Evicted`."""
     try:
@@ -310,8 +310,8 @@ def end_attempt(
         check_lease(context)
         context = with_secrets(context)
         # Only now: some of the secrets may be for them.
-        for sink in sinks:
-            sink.start()
+        for feed in feeds:
+            feed.start()
         # Should another attempt take the run folder, this one ends.
         evict = partial(os.kill, os.getpid(), signal.SIGTERM)
         with hold_run(context.run_dir, context.attempt_id, on_lost=evict):
@@ -445,9 +445,9 @@ def main() -> int:
         url = f"{context.service_url}/v1/attempts/{context.attempt_id}/events"
         poster = OutboxPoster(context.files, context.connect(POST_TIMEOUT_S), url)
         poster.start()
-    sinks = open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer)
+    feeds = open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer)
     try:
-        ended = end_attempt(context, writer, sinks)
+        ended = end_attempt(context, writer, feeds)
         logger.info("attempt ended: %s: %s", ended.reason, ended.message)
         if mirror:
             # First what a job that has ended is expected to have, as its export.
@@ -455,8 +455,8 @@ def main() -> int:
         writer.write(ended)
         if poster:
             poster.close(POST_TIMEOUT_S)
-        for sink in sinks:
-            sink.close(SINK_TIMEOUT_S)
+        for feed in feeds:
+            feed.close(SINK_TIMEOUT_S)
         if is_preloading():
             prepare_next_job(context)
         if mirror:

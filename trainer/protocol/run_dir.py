@@ -1,7 +1,7 @@
 """One job's files on run storage, for service, driver and workers: paths, records, writing.
 
 RUN_DIR/                         one per job
-  checkpoints/step-00000100/     DCP files, and COMMIT.json written last
+  checkpoints/step-00000100-a0-r0/  DCP files, and COMMIT.json written last
   run.lock                       the attempt that holds this folder, see `trainer.driver.run_lock`
   skipped-rows.json              rows left out because the loss became NaN on them, if any
   sinks/mlflow.json              how far a sink has come, and what it remembers

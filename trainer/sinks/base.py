@@ -33,7 +33,11 @@ class Sink(Protocol):
     name: str
 
     def open(self, memory: Memory) -> None:
-        """Begin, or go on where an earlier attempt was; what is put into `memory` is kept."""
+        """Begin, or go on where an earlier attempt was, which is what `memory` tells.
+
+        After each `take` the same dict is saved in one file with the offsets, so that what a sink
+        keeps in it is as of the records that it took. After a kill the last ones may come again.
+        """
 
     def take(self, events: Sequence[Event]) -> None:
         """Take records; when it raises it is given them again."""

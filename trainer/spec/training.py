@@ -334,7 +334,10 @@ def _absolute(path: str, info: ValidationInfo) -> str:
 
 
 class TensorBoardSpec(SpecModel):
-    """Event files for TensorBoard in `dir`, by default `tensorboard` in the job's run folder."""
+    """Event files for TensorBoard, in a folder of `dir` that has the job's id as its name.
+
+    By default they are in `tensorboard` in the job's run folder.
+    """
 
     dir: Annotated[WritesTo, AfterValidator(_absolute)] | None = None
 

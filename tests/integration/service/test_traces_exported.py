@@ -29,7 +29,7 @@ import os
 from trainer.driver.attempt import DriverContext
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
-from trainer.sinks.manager import open_sinks
+from trainer.sinks import open_sinks
 context = DriverContext.from_env(os.environ)
 writer = EventWriter(context.files.stream_path("driver"))
 for feed in open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer):

@@ -16,8 +16,8 @@ from tests.harness.wait import scaled
 from trainer.protocol import events as events_module
 from trainer.protocol.outbox import EventWriter, read_batch
 from trainer.protocol.run_dir import RunDir
+from trainer.sinks import open_sinks
 from trainer.sinks.base import Feed, Memory
-from trainer.sinks.manager import open_sinks
 from trainer.sinks.mlflow import MlflowSink
 from trainer.sinks.opentelemetry import SpanSink
 from trainer.sinks.tensorboard import TensorBoardSink
@@ -272,6 +272,13 @@ def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir:
     for spec in ("", "[]", "{}", '{"sinks": 7}', '{"sinks": {"nobody": {}}}'):
         files.spec_path.write_text(spec)
         assert open_sinks(run_dir, f"{JOB}-a0", JOB, writer) == []
+    # A folder that jobs share has one for each.
+    shared = run_dir.root.parent / "boards"
+    files.spec_path.write_text(f'{{"sinks": {{"tensorboard": {{"dir": "{shared}"}}}}}}')
+    [feed] = open_sinks(run_dir, f"{JOB}-a0", JOB, writer)
+    feed.close(scaled(30))
+    assert [*shared.iterdir()] == [shared / JOB] and [*(shared / JOB).iterdir()]
+    run_dir.sink_path("tensorboard").unlink()
     files.spec_path.write_text('{"name": "x", "sinks": {"tensorboard": {}}}')
     [feed] = open_sinks(run_dir, f"{JOB}-a0", JOB, writer)
     both = '{"sinks": {"tensorboard": {}, "mlflow": {"tracking_uri": "http://mlflow:5000"}}}'

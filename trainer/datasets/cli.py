@@ -156,7 +156,7 @@ def prepare_criteo_command(
 
 
 @generate_app.command("criteo")
-@options_from_model({"num_rows": "--rows", "zipf_exponent": "--zipf", "num_days": "--days"})
+@options_from_model(num_rows="--rows", zipf_exponent="--zipf", num_days="--days")
 def generate_criteo_command(
     out: OutFolder, options: CriteoGeneratorOptions, overwrite: Overwrite = False
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
 
@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 Command = Callable[..., None]
 
 
-def options_from_model(flags: Mapping[str, str] | None = None) -> Callable[[Command], Command]:
-    """Decorate a command whose parameter `options` is a model: options are its described fields.
+def options_from_model(**flags: str) -> Callable[[Command], Command]:
+    """Decorate a command whose parameter `options` is a model: its described fields are options.
 
     They are called as the fields, but for those of `flags`. What the model refuses is bad usage.
     """
@@ -23,9 +23,7 @@ def options_from_model(flags: Mapping[str, str] | None = None) -> Callable[[Comm
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         kind: type[BaseModel] = signature.parameters["options"].annotation
-        named = {name: f"--{name.replace('_', '-')}" for name in kind.model_fields} | dict(
-            flags or {}
-        )
+        named = {name: f"--{name.replace('_', '-')}" for name in kind.model_fields} | flags
         made = [
             _parameter(name, field, named[name])
             for name, field in kind.model_fields.items()
@@ -37,9 +35,8 @@ def options_from_model(flags: Mapping[str, str] | None = None) -> Callable[[Comm
             try:
                 options = kind(**{each.name: given.pop(each.name) for each in made})
             except ValidationError as error:
-                fault = error.errors()[0]
-                hint = named[str(fault["loc"][0])]
-                raise typer.BadParameter(fault["msg"], param_hint=hint) from None
+                (place, *_), text = error.errors()[0]["loc"], error.errors()[0]["msg"]
+                raise typer.BadParameter(text, param_hint=named[str(place)]) from None
             command(options=options, **given)
 
         shown = [
@@ -54,11 +51,15 @@ def options_from_model(flags: Mapping[str, str] | None = None) -> Callable[[Comm
 
 
 def _parameter(name: str, field: FieldInfo, flag: str) -> inspect.Parameter:
-    low, high = (
-        next((getattr(each, end) for each in field.metadata if hasattr(each, end)), None)
-        for end in ("ge", "le")
-    )
-    option = typer.Option(flag, help=field.description, min=low, max=high)
+    bounds = {
+        end: getattr(each, end)
+        for each in field.metadata
+        for end in ("ge", "gt", "le")
+        if hasattr(each, end)
+    }
+    # Only whole numbers have an exclusive bound, 0.
+    low = bounds.get("ge", 1 if "gt" in bounds else None)
+    option = typer.Option(flag, help=field.description, min=low, max=bounds.get("le"))
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -1,6 +1,6 @@
 """What `shardloom data prepare movielens` is told.
 
-Fields with a description are options of the command; the others are for callers in Python.
+Fields with a docstring are options of the command; the others are for callers in Python.
 """
 
 from __future__ import annotations
@@ -19,50 +19,36 @@ def _one_of_ascii(text: object) -> object:
     return text
 
 
-class MovieLensOptions(BaseModel, extra="forbid", frozen=True):
+class MovieLensOptions(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=True):
     """Recorded in the manifest.
 
     Of `user_mean`, `training` counts the rating itself; of `validation_past`, `all` is what one who
     serves knows, `training` what static models do that are compared with.
     """
 
-    split: Annotated[
-        Split, Field(description="Hold out the last ratings of all, or of each user.")
-    ] = "per_user"
-    validation_fraction: Annotated[
-        float, Field(ge=0.001, le=0.999, description="Share of the ratings to hold out.")
-    ] = 0.1
-    user_mean: Annotated[
-        Literal["past", "training"],
-        Field(description="Labels are relative to a user's earlier, or all training ratings."),
-    ] = "past"
-    validation_past: Annotated[
-        Literal["all", "training"],
-        Field(description="Held-out rows look back at all earlier ratings, or training ones."),
-    ] = "all"
-    history_length: Annotated[int, Field(ge=1, le=2**31, description="Earlier movies per row.")] = (
-        10
-    )
-    min_token_count: Annotated[int, Field(ge=1, description="Rarer words are unknown.")] = 2
-    max_tokens: Annotated[int, Field(ge=1, le=2**31, description="Largest token vocabulary.")] = (
-        20_000
-    )
+    split: Split = "per_user"
+    """Hold out the last ratings of all, or of each user."""
+    validation_fraction: Annotated[float, Field(ge=0.001, le=0.999)] = 0.1
+    """Share of the ratings to hold out."""
+    user_mean: Literal["past", "training"] = "past"
+    """Labels are relative to a user's earlier, or all training ratings."""
+    validation_past: Literal["all", "training"] = "all"
+    """Held-out rows look back at all earlier ratings, or training ones."""
+    history_length: Annotated[int, Field(ge=1, le=2**31)] = 10
+    """Earlier movies per row."""
+    min_token_count: PositiveInt = 2
+    """Rarer words are unknown."""
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] = 20_000
+    """Largest token vocabulary."""
     max_tokens_per_movie: PositiveInt = 24
-    on_duplicate: Annotated[
-        OnDuplicate,
-        Field(description="A movie rated twice by a user: fail, or keep the latest rating."),
-    ] = "fail"
-    on_missing_movie: Annotated[
-        Literal["keep", "fail"],
-        Field(description="A rated movie without metadata: keep it without genres, or fail."),
-    ] = "keep"
-    delimiter: Annotated[
-        str,
-        BeforeValidator(_one_of_ascii),
-        Field(description="What splits the cells of the csv files."),
-    ] = ","
-    num_partitions: Annotated[int, Field(ge=1, description="Most files per split.")] = 32
+    on_duplicate: OnDuplicate = "fail"
+    """A movie rated twice by a user: fail, or keep the latest rating."""
+    on_missing_movie: Literal["keep", "fail"] = "keep"
+    """A rated movie without metadata: keep it without genres, or fail."""
+    delimiter: Annotated[str, BeforeValidator(_one_of_ascii)] = ","
+    """What splits the cells of the csv files."""
+    num_partitions: PositiveInt = 32
+    """Most files per split."""
     row_group_rows: PositiveInt = 8192
-    unit_rows: Annotated[
-        int, Field(ge=1, le=2**31, description="Ratings held in memory at a time.")
-    ] = 1 << 20
+    unit_rows: Annotated[int, Field(ge=1, le=2**31)] = 1 << 20
+    """Ratings held in memory at a time."""

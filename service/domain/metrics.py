@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from service.domain.models import Prediction
 from trainer.protocol.events import PHASES
@@ -78,16 +79,22 @@ def phase_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted((item for item in found if item[1] > 0), key=lambda item: -item[1])
 
 
-# As `trainer.layout.cost` names phases of a step and parts of memory, reserve left out.
-STEP_PHASES = ("input_dist", "lookup", "output_dist", "dense", "sync", "host")
+# What is compared: phases of the planner (`trainer.layout.cost`), whose backward pass is part of
+# each, and those that workers measure, who tell one of all, and nothing of their own Python.
+_PHASES = {
+    "input dist": (("input_dist",), ("input_dist",)),
+    "forward and backward": (
+        ("lookup", "output_dist", "dense", "host"),
+        ("lookup", "output_dist", "dense", "backward", "optimizer"),
+    ),
+    "sync": (("sync",), ("sync",)),
+}
+STEP_PHASES = tuple(chain.from_iterable(planned for planned, _ in _PHASES.values()))
+# Parts of memory as the planner names them, reserve left out.
 MEMORY_PARTS = (
     *("tables", "optimizer", "activations", "input"),
     *("dense", "sync_buffers", "process"),
 )
-# What the planner counts as a phase, its backward pass included, is several to the workers, which
-# tell one backward pass of all, and nothing of their own Python.
-_COMPUTE = ("lookup", "output_dist", "dense", "host")
-_COMPUTE_MEASURED = ("lookup", "output_dist", "dense", "backward", "optimizer")
 # On GPUs what tensors took; of the host the planner says nothing there.
 _PEAKS = ("memory/peak_allocated_bytes", "memory/peak_rss_bytes")
 
@@ -139,16 +146,16 @@ def compared(prediction: Prediction, metrics: Mapping[str, float]) -> tuple[Comp
 
     step = prediction.step_s
     peak = next((finite[name] for name in _PEAKS if name in finite), None)
-    computed_s = sum(step.get(phase, 0.0) for phase in _COMPUTE)
     interval = finite.get("sync/every_steps")  # measured where it is tuned
     every_steps = prediction.sync_every_steps if interval is not None else None
     tuned = [Compared("sync interval", "steps", every_steps, interval)] if every_steps else []
     return (
         Compared("rows/s", "per_s", prediction.samples_per_s, finite.get("speed/rows_per_s")),
         Compared("step", "s", sum(step.values()), seconds(PHASES)),
-        Compared("input dist", "s", step.get("input_dist", 0.0), seconds(["input_dist"])),
-        Compared("forward and backward", "s", computed_s, seconds(_COMPUTE_MEASURED)),
-        Compared("sync", "s", step.get("sync", 0.0), seconds(["sync"])),
+        *(
+            Compared(name, "s", sum(step.get(each, 0.0) for each in planned), seconds(measured))
+            for name, (planned, measured) in _PHASES.items()
+        ),
         *tuned,
         Compared("peak memory", "bytes", sum(prediction.memory_bytes.values()), peak),
         Compared(

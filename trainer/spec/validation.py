@@ -389,18 +389,18 @@ def check_overlap(spec: JobSections) -> None:
     """Adam's second moments, averaged late as a difference, stay well above zero.
 
     In k steps they fall to b^k of what they were. Their mean over M copies is at least 1/M of that,
-    so that at least 1 - M (1 - b^k) of the mean is left.
+    so that at least 1 - M (1 - b^k) of the mean is left. An AdaGrad's only grow: late is harmless.
     """
     parallelism = spec.parallelism
     if not parallelism.is_resolved or parallelism.dense_policy != "at_sync":
         return
     steps = parallelism.sync.overlap_steps
     left = 1 - parallelism.num_replicas * (1 - _ADAM_BETA2**steps)
-    if spec.optimizer.dense.name == "adam" and steps > 1 and left < 0.5:
+    if spec.optimizer.dense.name == "adam" and left < 0.5:
         raise problem(
             "overlap",
-            f"in {steps} steps Adam's second moments of the dense part change by too much to be "
-            f"averaged late over {parallelism.num_replicas} copies; take fewer, or use "
+            f"in {steps} step(s) Adam's second moments of the dense part change by too much to be "
+            f"averaged late over {parallelism.num_replicas} copies; take fewer or false, or use "
             "parallelism.dense every_step or another optimizer.dense.name",
             "parallelism.sync.overlap",
         )

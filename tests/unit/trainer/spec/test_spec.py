@@ -142,6 +142,8 @@ parallelism.shard_group_size=1; parallelism.all_to_all.forward=bf16
 parallelism.sync.overlap=2 => parallelism.sync.overlap overlap every_steps (1)
 parallelism.sync={{every_steps: 400, overlap: 400}}; parallelism.dense=at_sync
     => parallelism.sync.overlap overlap second moments
+parallelism.workers=2000; parallelism.sync.overlap=true; parallelism.dense=at_sync
+    => parallelism.sync.overlap overlap in 1 step
 parallelism.sync={{every_steps: auto, overlap: 2}}
     => parallelism.sync.overlap overlap tuner.min_steps (1); set
 parallelism.sync={{every_steps: auto, tuner: {{min_steps: 8, max_steps: 4}}}}

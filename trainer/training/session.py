@@ -351,7 +351,7 @@ class Session:
         with self.phases.begun("optimizer"):
             self.optimizers.step(is_dense_step)
         with self.phases.begun("sync"):
-            self.sync.tick()
+            self.sync.tick()  # nothing where M = 1, as in each `GroupSession`
         self.phases.enter("other")
         self.train_meter.update(batch, loss, outputs)
         self.loss_guard.add(loss.detach())

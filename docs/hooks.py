@@ -43,6 +43,7 @@ from service.domain.retries import (  # noqa: E402
 from service.settings import Settings  # noqa: E402
 from trainer.datasets.cli import app as data_app  # noqa: E402
 from trainer.protocol.events import (  # noqa: E402
+    METRICS,
     Event,
     EventModel,
 )
@@ -354,6 +355,11 @@ def _metrics() -> str:
     return "\n".join(parts) + "\n"
 
 
+def _job_metrics() -> str:
+    rows = [f"| `{name}` | {_cell(text)} |" for name, text in METRICS.items()]
+    return "\n".join(["| name | meaning |", "|---|---|", *rows]) + "\n"
+
+
 def _events() -> str:
     parts: list[str] = []
     for model in _event_models():
@@ -431,6 +437,7 @@ GENERATORS = {
     "cli": _cli,
     "end-reasons": _end_reasons,
     "events": _events,
+    "job-metrics": _job_metrics,
     "job-spec": _job_spec,
     "metrics": _metrics,
     "rest-api": _rest_api,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.api.views import summary_of
 from service.domain.models import EndReason, Job, TimelineEvent
 from service.schemas import wording
-from trainer.protocol.events import WorkersStarted
+from trainer.protocol.events import METRICS, WorkersStarted
 
 _EVENT_TONES = {
     "attempt_started": "active",
@@ -58,19 +58,22 @@ def job_row(job: Job, now: float, metric: str = "") -> dict[str, object]:
 
 
 def key_figures(job: Job) -> list[tuple[str, str, str]]:
-    """(metric, label, hint) that tell whether a run is healthy, in reading order."""
+    """(metric, label, meaning) that tell whether a run is healthy, in reading order."""
     quality = job.spec.model.watched_metric
     label = quality.upper()
-    busiest = "busiest rank over the mean of all (1 is perfect)"
+    found = {
+        "train/loss": "Train loss",
+        f"train/{quality}": f"Train {label}",
+        f"validation/{quality}": f"Validation {label}",
+        _SPEED: "Rows/s",
+        "speed/steps_per_s": "Steps/s",
+        "sync/time_s": "Sync time",
+        "balance/gradient": "Gradient imbalance",
+        "balance/lookup": "Lookup imbalance",
+    }
     return [
-        ("train/loss", "Train loss", "Mean over the last reporting window"),
-        (f"train/{quality}", f"Train {label}", "Over the last reporting window"),
-        (f"validation/{quality}", f"Validation {label}", "Over the validation part"),
-        (_SPEED, "Rows/s", "Rows trained per second by all ranks"),
-        ("speed/steps_per_s", "Steps/s", "Steps per second"),
-        ("sync/time_s", "Sync time", "Mean time of one average over replica groups"),
-        ("balance/gradient", "Gradient imbalance", f"Distinct rows updated: {busiest}"),
-        ("balance/lookup", "Lookup imbalance", f"Ids looked up: {busiest}"),
+        (name, label, METRICS.get(name) or METRICS[f"{name.partition('/')[0]}/METRIC"])
+        for name, label in found.items()
     ]
 
 

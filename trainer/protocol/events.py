@@ -197,10 +197,61 @@ Phase = Literal[
 ]
 """Phases of a training step in the order in which they happen; the metric is `phase/NAME_s`."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
+# Name of a metric -> what it says; words in capitals stand for names and numbers of the job.
+METRICS = {
+    "train/METRIC": "loss and task metrics since the last report; of several tasks "
+    "`train/TASK/METRIC`, and `train/loss` is their weighted sum",
+    "validation/METRIC": "the same of the validation part; none of no rows, and no `ne` of rows of "
+    "one class",
+    "speed/rows_per_s": "rows a second by all ranks since the last report, without pauses",
+    "speed/steps_per_s": "steps per second, likewise",
+    "phase/PHASE_s": f"seconds of a step, mean over the ranks: {', '.join(PHASES)}",
+    "phase/lookup_s/POSITION": "the most of the ranks at this position of their sharding groups",
+    "data/wait_s": "seconds of a step that training waited for data",
+    "data/quarantined_rows": "rows left out since the last report",
+    "sync/time_s": "seconds of a sync, the mean since the last report",
+    "sync/bytes": "bytes that a rank sent for a sync, likewise",
+    "sync/density": "share of the rows that a sync moved, likewise",
+    "sync/every_steps": "steps between syncs, where that is `auto`",
+    "balance/lookup": "ids looked up: busiest rank over the mean of all (1 is perfect)",
+    "balance/gradient": "distinct rows updated: busiest rank over the mean of all",
+    "balance/step": "time on work of their own: slowest rank over the mean of all",
+    "balance/lookup_time": "time in lookups: slowest rank over the mean of all",
+    "table/TABLE/lookups": "ids looked up in a step, over the ranks that report together",
+    "table/TABLE/hottest": "share of them that go to the hundredth of its rows looked up most",
+    "table/TABLE/synced": "share of the table's rows that a sync averages",
+    "memory/peak_rss_bytes": "the most host memory that any rank has taken so far",
+    "memory/peak_rss_bytes/POSITION": "of the ranks at this position of their sharding groups, "
+    "which hold the same shards",
+    "memory/host_used_share": "share in use of the memory of the fullest host, or container; at 1 "
+    "processes are killed",
+    "memory/peak_allocated_bytes": "on GPUs, the most that tensors of any rank have taken so far",
+    "memory/peak_allocated_bytes/POSITION": "likewise, of the ranks at this position",
+    "memory/peak_reserved_bytes": "on GPUs, the most that PyTorch has held for them so far",
+    "memory/gpu_used_bytes": "on GPUs, the most that is taken now, by whatever",
+    "memory/alloc_retries": "on GPUs, the most of any rank: how often PyTorch gave back what it "
+    "held before it got more, so that memory is short",
+    "optimizer/lr_sparse": "learning rate of the tables",
+    "optimizer/lr_dense": "learning rate of the dense part",
+    "optimizer/gradient_norm": "norm of the dense gradient",
+    "checkpoint/write_s": "seconds of a save beside the training",
+    "checkpoint/stall_s": "seconds that training waited for it",
+    "dynamic/TABLE/fill": "of a dynamic table, share of its rows that belong to an id",
+    "dynamic/TABLE/shared": "share of its lookups by ids without a row of their own",
+    "dynamic/TABLE/admitted": "ids that got a row since the last report",
+    "dynamic/TABLE/evicted": "ids that lost one since the last report",
+    "goodput/share": "share of the groups' time that trained rows that count",
+    "goodput/lost_s/CAUSE": "group-seconds lost to `start`, `recovery`, `hang`, `checkpoint`, "
+    "`validation`, `redo`",
+    "risk/steps_undurable": "steps that are in no durable checkpoint yet",
+    "elastic/groups": "groups that train now",
+    "elastic/generation": "number of the membership",
+    "elastic/commit_interval_s": "median seconds between commits",
+}
 
 
 class Metrics(EventModel):
-    """Values at a step. Names are `train/loss`, `validation/rmse`, `speed/rows_per_s`, ..."""
+    """Values at a step, by name as in `METRICS`."""
 
     kind: Literal["metrics"] = "metrics"
     step: Step

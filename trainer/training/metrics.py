@@ -1,11 +1,6 @@
 """What a run measures: task metrics (torchrec.metrics), balance over the ranks, early stopping.
 
-Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of several tasks
-`train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
-`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `sync/every_steps`, `data/wait_s`,
-`phase/NAME_s` (the phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`,
-`balance/step`, `balance/lookup_time`, `memory/peak_rss_bytes`, `table/NAME/lookups`. Times are
-seconds per step, except `sync/time_s`, seconds per sync; phases are means over the ranks.
+The names of what is reported are in `trainer.protocol.events.METRICS`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, told, train_session
-from trainer.protocol.events import PHASES, Metrics, Phase, TraceWritten
+from trainer.protocol.events import METRICS, PHASES, Metrics, Phase, TraceWritten
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.training.profiling import PhaseTimes
 from trainer.training.session import Session
@@ -113,10 +114,12 @@ def test_a_trace_shows_steps_and_phases(
 def test_every_report_has_the_phases_and_the_rates(run_dir: Path) -> None:
     reports = [e.values for e in told(run_dir, Metrics) if "train/loss" in e.values]
     assert len(reports) == 3
+    described = re.compile("|".join(re.sub("[A-Z]+", ".+", name) for name in METRICS))
     for values in reports:
         assert {f"phase/{phase}_s" for phase in PHASES} <= values.keys()
         assert {"balance/step", "optimizer/lr_sparse", "optimizer/lr_dense"} <= values.keys()
         assert all(values[f"phase/{phase}_s"] > 0 for phase in PHASES)
+        assert not {name for name in values if not described.fullmatch(name)}
         assert 1.0 <= values["balance/step"] <= 2.0
         slowest = values["phase/lookup_s/0"]  # both ranks have a copy, so it is of either
         assert values["balance/lookup_time"] == pytest.approx(slowest / values["phase/lookup_s"])

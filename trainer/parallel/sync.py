@@ -17,12 +17,10 @@ drift by a rounding, which touched_rows does not.
 
 With `overlap` and `optimizer_state: delayed` the means are formed by a thread (CUDA: on a side
 stream) on a second process group over the same ranks, so that its collectives never interleave with
-those of the training steps; only step 1 stays on the replica group. Each step starts an equal
-portion of them, so that they do not fill the network for some steps, whose collectives would queue
-behind them. They are of a snapshot and are applied a fixed number of steps later, whenever they are
-there: each value becomes mean + (current - snapshot). Where nothing changed since the snapshot that
-is exactly the mean, so such rows end bitwise equal; the others keep what they learned meanwhile and
-are averaged again at the next sync.
+those of the training steps; only step 1 stays on the replica group. They are of a snapshot and are
+applied later (docs/design/sync.md says when): each value becomes mean + (current - snapshot). Where
+nothing changed since the snapshot that is exactly the mean, so such rows end bitwise equal; the
+others keep what they learned meanwhile and are averaged again at the next sync.
 """
 
 from __future__ import annotations
@@ -179,42 +177,36 @@ class ReplicaSync(Sync):
             )
             self._in_background = ReplicaCollectives([*map(WorldReplicaGroup, levels)], device)
         self._buffers, self._moment_buffers = Buffers(device), Buffers(device)
-        self._pending: DeferredSync | None = None  # lands when `_steps_left` have ended
-        self._steps_left = 0
+        self._pending: DeferredSync | None = None  # lands when its steps have ended
         self._pending_moments: DeferredSync | None = None  # lands at the next sync
 
     @torch.no_grad()
     def __call__(self) -> SyncReport:
-        self.finish()
-        self._land_moments()
+        self._land_all()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
         blocks = [*blocks_of(numbers, rows, weight_of, self._base.block), *whole(weights)]
         moments = [*blocks_of(numbers, rows, moments_of, self._base.block)]
         self._base.begin_window()
         if self._spec.optimizer_state != "never":
-            # Never delayed by a sync: Adam's second moments decay, so that the difference could
-            # turn them negative. Those of the AdaGrads only grow.
-            blocks += whole(states)
+            blocks += whole(states)  # never delayed by a sync: see `check_overlap`
         if self._spec.optimizer_state == "every":
             blocks += moments
         elif self._spec.optimizer_state == "delayed":
             num_steps = self._spec.intervals[0]
             self._pending_moments = self._defer(moments, self._moment_buffers, num_steps)
         if self._spec.overlap:
-            self._steps_left = self._spec.overlap_steps
-            self._pending = self._defer(blocks, self._buffers, self._steps_left)
+            self._pending = self._defer(blocks, self._buffers, self._spec.overlap_steps)
         else:
             self._replicas.average_in_place(blocks)
         return self._report(rows)
 
     def tick(self) -> None:
-        self._steps_left -= 1
-        if self._steps_left == 0:
+        if self._pending and self._pending.has_started_all:
             self.finish()
         for deferred in (self._pending_moments, self._pending):
             if deferred is not None:
-                deferred.form_portion()
+                deferred.start()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -225,8 +217,7 @@ class ReplicaSync(Sync):
 
     @torch.no_grad()
     def flush(self) -> None:
-        self.finish()
-        self._land_moments()
+        self._land_all()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
         blocks = [*blocks_of(numbers, rows, weight_of, Block), *whole(weights)]
@@ -257,8 +248,9 @@ class ReplicaSync(Sync):
         pending = PendingSync(blocks, self._in_background, buffers)
         return DeferredSync(pending, self._background, num_steps)
 
-    def _land_moments(self) -> None:
-        """After `finish`: nothing is under way in the background then, which would count costs."""
+    def _land_all(self) -> None:
+        """Apply what is pending. Costs are counted when nothing is under way in the background."""
+        self.finish()
         if self._pending_moments is not None:
             self._pending_moments.land()
             self._pending_moments = None
@@ -370,8 +362,7 @@ def apply_difference(
 
     All of one shape and dtype; computed in at least fp32, in `current` where that is so precise. Of
     what is no floating-point number, what changed since the snapshot stays as it is. A second
-    moment stays non-negative: an AdaGrad's only grows after its snapshot, and Adam's loses a
-    thousandth in each step between (`trainer.spec.validation.check_overlap`).
+    moment stays non-negative where `trainer.spec.validation.check_overlap` lets it come late.
     """
     if not current.is_floating_point():
         return torch.where(current == snapshot, mean, current)
@@ -505,29 +496,31 @@ class DeferredSync:
         self._background, self._num_steps = background, num_steps
         self._num_started = 0
         self._wait: Callable[[], None] = lambda: None
-        self.form_portion()
+        self.start()
 
-    def form_portion(self) -> None:
-        """Start the next portion, if any."""
-        if self._num_started < self._num_steps:
-            self._form(self._num_started + 1)
+    @property
+    def has_started_all(self) -> bool:
+        """Whether the last of its steps has begun, after which it is to land."""
+        return self._num_started == self._num_steps
 
-    def land(self) -> list[Block]:
-        """Wait until all means are there, what has not begun included, and apply them; the blocks.
-
-        Raises what was raised.
-        """
-        if self._num_started < self._num_steps:
-            self._form(self._num_steps)
-        self._wait()
-        return self._pending.land()
-
-    def _form(self, num_portions: int) -> None:
-        before, share = self._wait, num_portions / self._num_steps
+    def start(self, num_portions: int = 1) -> None:
+        """Start so many more portions, or what is left."""
+        if self.has_started_all:
+            return
+        self._num_started = min(self._num_started + num_portions, self._num_steps)
+        before, share = self._wait, self._num_started / self._num_steps
 
         def form() -> None:
             before()  # raises what it raised: the other replicas would not take part in the rest
             self._pending.form_means(share)
 
         self._wait = self._background.submit(form)
-        self._num_started = num_portions
+
+    def land(self) -> list[Block]:
+        """Wait until all means are there, what has not begun included, and apply them; the blocks.
+
+        Raises what was raised.
+        """
+        self.start(self._num_steps)
+        self._wait()
+        return self._pending.land()

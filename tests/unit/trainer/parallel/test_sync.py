@@ -198,7 +198,7 @@ def test_each_step_forms_an_equal_portion_and_who_waits_the_rest(
     deferred = DeferredSync(pending, background, num_steps)
     for step in range(1, num_ticks):
         assert abs(len(pending.means) - num_batches * min(1, step / num_steps)) <= 1
-        deferred.form_portion()
+        deferred.start()
     deferred.land()
     assert len(pending.means) == num_batches
 
@@ -208,7 +208,7 @@ def test_no_portion_is_formed_after_one_that_failed() -> None:
     pending.form_means.side_effect = [None, RuntimeError("a replica was lost"), None]
     deferred = DeferredSync(pending, background, num_steps=3)
     for _ in range(2):
-        deferred.form_portion()
+        deferred.start()
     with pytest.raises(RuntimeError, match="a replica was lost"):
         deferred.land()
     assert pending.form_means.call_count == 2

@@ -40,7 +40,7 @@ from service.cli.render import plain_table, traces_table
 from service.client.resources import LogFilters
 from service.schemas.jobs import ExportOut, LogLine
 from service.schemas.wording import age, comparison, size
-from trainer.spec.training import Quantization
+from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
 _DEFAULT_PORT = 8800
 
@@ -54,8 +54,8 @@ def export(
         str, typer.Option(help="newest, best, or a step (with --run-dir also a folder).")
     ] = "newest",
     quantize: Annotated[
-        Quantization, typer.Option(help="Precision of the tables: int8, fp16 or none.")
-    ] = "int8",
+        Quantization, typer.Option(help="Precision of the tables.")
+    ] = DEFAULT_QUANTIZATION,
     run_dir: Annotated[
         Path | None,
         typer.Option(

@@ -30,7 +30,7 @@ from service.schemas.common import Page
 from service.schemas.jobs import ExportOut, JobDetail, LogLine, LogsOut
 from service.schemas.sweeps import SweepDetail, SweepSummary
 from trainer.export.artifact import ArtifactError, check_files, read_manifest
-from trainer.spec.training import Quantization
+from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
 EXPORT_TIMEOUT_S = 6 * 3600.0
 
@@ -87,7 +87,7 @@ class ExportCalls(Connection):
         job: str,
         *,
         checkpoint: str = "newest",
-        quantize: Quantization = "int8",
+        quantize: Quantization = DEFAULT_QUANTIZATION,
         idempotency_key: str | None = None,
     ) -> ExportOut:
         """Ask for an export of a checkpoint: `newest`, `best` or a step.

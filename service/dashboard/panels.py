@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from nicegui import events, ui
 
@@ -33,10 +33,11 @@ from service.jobs.run_storage import reach, run_dir_of
 from service.schemas import wording
 from service.settings import Settings
 from trainer.protocol.run_dir import AttemptDir
+from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
 MAX_LOG_LINES = 500
 _EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
-_TABLES = {"int8": "int8", "fp16": "fp16", "none": "as trained (float32)"}
+_TABLES = {name: name for name in get_args(Quantization)} | {"none": "as trained (float32)"}
 _RESIZE_HINTS = {
     "replica_group": "Groups that stay train on; new ones copy their state from a live group.",
     "job": "The workers save a checkpoint and start again from it in the new size.",
@@ -177,7 +178,7 @@ class ExportPanel(Panel):
             ui.label("It says how far its predictions are from the trainer's on validation rows.")
             with _fields():
                 self._checkpoint = ui.select(["newest"], label="Checkpoint", value="newest")
-                self._tables = ui.select(_TABLES, label="Tables", value="int8")
+                self._tables = ui.select(_TABLES, label="Tables", value=DEFAULT_QUANTIZATION)
         with asking("Delete an export", "Delete", self._delete) as self._delete_dialog:
             ui.label("Its files go; one that is being made is given up.")
             with _fields():

@@ -22,7 +22,7 @@ from service.domain.models import (
 )
 from service.schemas.common import ApiModel, RequestModel
 from trainer.spec.job import JobSpec
-from trainer.spec.training import Quantization
+from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
 
 class QueuePlace(ApiModel):
@@ -408,7 +408,7 @@ class RequestExport(RequestModel):
     """Body of POST /v1/jobs/{job}/exports: `checkpoint` is `newest`, `best` or a step."""
 
     checkpoint: Checkpoint = "newest"
-    quantize: Quantization = "int8"
+    quantize: Quantization = DEFAULT_QUANTIZATION
 
 
 class ExportOut(ApiModel):

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from trainer.checkpoint.save_load import CheckpointError
 from trainer.errors import DataError
@@ -28,6 +28,7 @@ from trainer.export.report import DEFAULT_ROWS
 from trainer.export.requests import ExportFolder
 from trainer.failures import UserCodeError
 from trainer.protocol.run_dir import RunDir
+from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
 _REFUSALS = (
     ExportError,
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, help="folder of the job")
     parser.add_argument("--to", type=Path, help="folder to write; must not exist")
     parser.add_argument("--checkpoint", default="newest", help="newest, best, a step, or a folder")
-    parser.add_argument("--quantize", choices=("int8", "fp16", "none"), default="int8")
+    parser.add_argument("--quantize", choices=get_args(Quantization), default=DEFAULT_QUANTIZATION)
     parser.add_argument("--report-rows", type=int, default=DEFAULT_ROWS, metavar="N")
     parser.add_argument(
         "--no-user-code", action="store_true", help="refuse a model that is a module of the user"

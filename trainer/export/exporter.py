@@ -51,7 +51,7 @@ from trainer.protocol.code_archive import CodeError, unpack
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import installed_versions
 from trainer.spec.job import JobSpec
-from trainer.spec.training import Quantization
+from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 from trainer.storage import Location
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def export(
     run_dir: RunDir,
     to: Path,
     checkpoint: str = "newest",
-    quantize: Quantization = "int8",
+    quantize: Quantization = DEFAULT_QUANTIZATION,
     *,
     max_report_rows: int = DEFAULT_ROWS,
     may_run_code: bool = True,

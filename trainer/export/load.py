@@ -16,6 +16,7 @@ from trainer.checkpoint.files import Folder, checkpoints_of, folder_at, read_com
 from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, load, matches
 from trainer.checkpoint.state_dict import name_in_table_place, stored_sizes, table_of
 from trainer.export.artifact import ExportError
+from trainer.export.program import TABLE_FORMS
 from trainer.models.networks import build_model
 from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import RunDir
@@ -24,10 +25,6 @@ from trainer.spec.training import Quantization
 
 _WEIGHTS = "model."
 _CPU = torch.device("cpu")
-# Peak of a whole export for each element of a table, measured (2 tables of 1M x 64, above what the
-# libraries take): the float32 copy, one table more while it is read, the quantised one, and that
-# again while the program is written, or loaded to be compared.
-_BYTES_PER_ELEMENT = {"int8": 9, "fp16": 11, "none": 9}
 
 
 def read_run_spec(run_dir: RunDir) -> JobSpec:
@@ -157,7 +154,7 @@ def num_table_elements(spec: JobSpec) -> int:
 
 def check_memory(spec: JobSpec, quantize: Quantization, available_bytes: int) -> None:
     """Raise `ExportError` where an export, at its peak, does not fit."""
-    needed = _BYTES_PER_ELEMENT[quantize] * num_table_elements(spec)
+    needed = TABLE_FORMS[quantize].peak_bytes * num_table_elements(spec)
     if needed > available_bytes:
         raise ExportError(
             f"exporting needs about {needed / 1e9:.1f} GB for an unsharded copy of the tables and "

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,7 +33,25 @@ from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
 _EXAMPLE_ROWS = 5
-_DTYPES = {"int8": torch.qint8, "fp16": torch.half}
+
+
+class TableForm(NamedTuple):
+    """How tables are exported: their type, None as they are, and what that takes.
+
+    `peak_bytes` is the peak of a whole export for each element of a table, measured (2 tables of 1M
+    x 64, above what the libraries take): the float32 copy, one table more while it is read, the
+    quantised one, and that again while the program is written, or loaded to be compared.
+    """
+
+    dtype: torch.dtype | None
+    peak_bytes: int
+
+
+TABLE_FORMS: Mapping[Quantization, TableForm] = {
+    "int8": TableForm(torch.qint8, 9),
+    "fp16": TableForm(torch.half, 11),
+    "none": TableForm(None, 9),
+}
 
 
 class FlatModel(nn.Module):
@@ -85,8 +103,8 @@ def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(flat, arrays, dynamic_shapes=shapes, strict=False)
-            with _Sink(path) as sink:
-                torch.export.save(program, sink)
+            with _ProgramFile(path) as file:
+                torch.export.save(program, file)
     except Exception as error:  # the tracer raises whatever the model makes it raise
         cause = next((line for line in str(error).splitlines() if line.strip()), "")
         raise ExportError(
@@ -94,11 +112,11 @@ def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
             "forward must not depend on values of tensors (no .item(), no Python loop over rows) "
             "and take sizes from .shape, not from len()"
         ) from error
-    if sink.fault is not None:
-        raise OSError(sink.fault.errno, sink.fault.strerror, str(path)) from sink.fault
+    if file.fault is not None:
+        raise OSError(file.fault.errno, file.fault.strerror, str(path)) from file.fault
 
 
-class _Sink(io.FileIO):
+class _ProgramFile(io.FileIO):
     """A file that keeps its first write error: torch's writer would end the process by one."""
 
     def __init__(self, path: Path) -> None:
@@ -141,12 +159,13 @@ def quantized(model: nn.Module, quantize: Quantization) -> nn.Module:
 
     The dense part is shared with `model`. `none` gives `model` itself.
     """
-    if quantize == "none":
+    dtype = TABLE_FORMS[quantize].dtype
+    if dtype is None:
         return model
     shared = _without_copying(model)
     swapped = quantize_embeddings(
         shared,
-        dtype=_DTYPES[quantize],
+        dtype=dtype,
         inplace=True,
         additional_qconfig_spec_keys=[EmbeddingCollection],
         additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},

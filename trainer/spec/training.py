@@ -31,6 +31,7 @@ from trainer.spec.base import (
 )
 
 Quantization = Literal["int8", "fp16", "none"]
+DEFAULT_QUANTIZATION: Quantization = "int8"
 CheckpointChoice = Literal["newest", "best"]
 DensePrecision = Literal["fp32", "tf32", "bf16"]
 SparseOptimizerName = Literal["row_wise_adagrad", "adagrad", "sgd"]
@@ -78,7 +79,7 @@ class ExportSpec(SpecModel):
     checkpoint: Annotated[
         CheckpointChoice, Field(description="`best` falls back on the newest where none is best.")
     ] = "newest"
-    quantize: Quantization = "int8"
+    quantize: Quantization = DEFAULT_QUANTIZATION
     shards: Annotated[Count, AfterValidator(_one_shard)] = 1
 
 

@@ -199,7 +199,7 @@ def test_export_refuses_what_makes_no_sense() -> None:
         (["ratings", "--run-dir", ".", "--to", "out"], "either JOB or --run-dir"),
         (["ratings"], "--to says which folder"),
         (["ratings", "--to", "."], "exists already"),
-        (["ratings", "--to", "out", "--quantize", "int4"], "int4"),
+        (["ratings", "--to", "out", "--quantize", "nonsense"], "nonsense"),
     ):
         result = shardloom("export", *arguments)
         assert result.exit_code == 2

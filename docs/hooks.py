@@ -31,17 +31,10 @@ from service.auth.permissions import (  # noqa: E402
     Scope,
 )
 from service.cli.main import build_app as build_cli  # noqa: E402
-from service.domain.models import EndReason  # noqa: E402
-from service.domain.retries import (  # noqa: E402
-    HOST_TO_BLAME,
-    MAX_BACKOFF_S,
-    MEMORY_SHORTAGES,
-    RULES,
-    Budget,
-    advice_of,
-)
+from service.domain.retries import MAX_BACKOFF_S  # noqa: E402
 from service.settings import Settings  # noqa: E402
 from trainer.datasets.cli import app as data_app  # noqa: E402
+from trainer.failures import Budget, EndReason  # noqa: E402
 from trainer.protocol.events import (  # noqa: E402
     METRICS,
     Event,
@@ -390,11 +383,6 @@ _BUDGETS = {
     Budget.FREE: "another attempt, not counted",
     Budget.NONE: "the job ends",
 }
-_CHANGES = {
-    "a larger shard group size where it is `auto`": MEMORY_SHORTAGES,
-    "not on that host for `recovery.exclude_host_s`": HOST_TO_BLAME,
-    "when the minimum of workers fits": (EndReason.NO_ROOM,),
-}
 _ENDS = {
     EndReason.COMPLETED: "the job has succeeded",
     EndReason.CANCELLED: "the job is cancelled",
@@ -404,12 +392,18 @@ _ENDS = {
 
 def _end_reasons() -> str:
     parts = ["| reason | what follows | what to change |", "|---|---|---|"]
-    for reason, rule in RULES.items():
+    for reason in EndReason:
+        rule = reason.rule
         follows = [_ENDS.get(reason, _BUDGETS[rule.budget])]
         if rule.budget is not Budget.NONE and rule.first_backoff_s:
             follows.append(f"after {rule.first_backoff_s:g} to {MAX_BACKOFF_S:g} s")
-        follows += [change for change, reasons in _CHANGES.items() if reason in reasons]
-        parts.append(f"| `{reason.value}` | {', '.join(follows)} | {_cell(advice_of(reason))} |")
+        if rule.needs_memory:
+            follows.append("a larger shard group size where it is `auto`")
+        if rule.avoids_host:
+            follows.append("not on that host for `recovery.exclude_host_s`")
+        if reason is EndReason.NO_ROOM:
+            follows.append("when the minimum of workers fits")
+        parts.append(f"| `{reason.value}` | {', '.join(follows)} | {_cell(rule.advice)} |")
     return "\n".join(parts) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Why a run ended: reasons that the control plane knows, and which failures lead to a restart.
+"""Why a run, an attempt or a job ended, what follows, and which failures lead to a restart.
 
 Losses, hangs, out of memory and divergence may not recur after a restart from the newest
 checkpoint; bad data, a bad spec, a NaN loss or an error in training would. Failures that are not
@@ -11,7 +11,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
 _DEVICE_SIGNS = ("torch.outofmemoryerror", "cuda out of memory", "hip out of memory")
 # Ray's memory monitor, torch's CPU allocator, the C library, Python, container runtimes.
@@ -24,32 +26,6 @@ _HOST_SIGNS = (
     "std::bad_alloc",
     "oomkilled",
 )
-COMPLETED = "completed"
-CANCELLED = "cancelled"
-PAUSED = "paused"
-WORKERS_LOST = "workers_lost"
-HOST_LOST = "host_lost"
-PREEMPTED = "preempted"
-NO_ROOM = "no_room"
-HANG = "hang"
-DEVICE_OOM = "device_oom"
-HOST_OOM = "host_oom"
-DIVERGED = "diverged"
-NON_FINITE = "non_finite"
-ROWS_SKIPPED = "rows_skipped"
-BAD_SPEC = "bad_spec"
-DATA_ERROR = "data_error"
-STORAGE_ERROR = "storage_error"
-TRAINING_ERROR = "training_error"
-USER_CODE = "user_code"
-VERSION_MISMATCH = "version_mismatch"
-RUN_IN_USE = "run_in_use"
-# Restarting may help; PAID spends the user's retry budget.
-PAID = frozenset({WORKERS_LOST, DIVERGED, ROWS_SKIPPED, HANG, DEVICE_OOM, HOST_OOM})
-FREE = frozenset({HOST_LOST, PREEMPTED})
-RESTARTABLE = PAID | FREE
-# A sharding group that ended by these is restarted at most as often as the budget allows.
-SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR, VERSION_MISMATCH})
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
 _MAX_USER_LINES = 40
@@ -68,6 +44,237 @@ _PEER_LOST_SIGNS = (
     "application timeout",
     "nccl communicator was aborted",
 )
+
+
+class Budget(StrEnum):
+    """Who pays for the next attempt; with `none` there is none."""
+
+    USER = "user"
+    FREE = "free"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class EndRule:
+    """What follows an end, and what to change.
+
+    The wait for the next attempt doubles from `first_backoff_s` on. With `restarts_workers` the
+    driver restarts them inside the attempt, by the same budget. One that `is_suspicious` may lie in
+    the job itself: a sharding group that ended so is started again as often as the budget allows.
+
+    With `blames_hosts` it counts against the hosts of a group, and with `avoids_host` the next
+    attempt has no worker on the host to blame, for a while and if there is room elsewhere. With
+    `needs_memory` each of its workers holds less: its sharding groups are larger, where the spec
+    leaves that `auto`. `loss` is how the timeline tells the loss of a group.
+    """
+
+    advice: str = ""
+    budget: Budget = Budget.NONE
+    first_backoff_s: float = 2.0
+    restarts_workers: bool = False
+    is_suspicious: bool = False
+    blames_hosts: bool = False
+    avoids_host: bool = False
+    needs_memory: bool = False
+    loss: str = ""
+
+
+_NONE_FOLLOWS = EndRule()
+
+
+class EndReason(StrEnum):
+    """Why an attempt, or a job, ended. Stored; the status follows from it."""
+
+    rule: EndRule
+
+    def __new__(cls, value: str, rule: EndRule = _NONE_FOLLOWS) -> Self:
+        reason = str.__new__(cls, value)
+        reason._value_, reason.rule = value, rule
+        return reason
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    # A pause ends in PAUSED; a job that was resumed meanwhile goes on at once.
+    PAUSED = "paused", EndRule(budget=Budget.FREE, first_backoff_s=0.0)
+    WORKERS_LOST = (
+        "workers_lost",
+        EndRule(
+            "Read the end of the lost rank's log. A crash that comes back is not mended by more "
+            "retries; if machines come and go, raise retry.max_failures.",
+            Budget.USER,
+            restarts_workers=True,
+            blames_hosts=True,
+            loss="its workers ended",
+        ),
+    )
+    DRIVER_LOST = (
+        "driver_lost",
+        EndRule(
+            "Read the end of the driver's log and look at the cluster's head node: did it run out "
+            "of memory, or was it restarted?",
+            Budget.USER,
+        ),
+    )
+    # A cluster that was restarted remembers nothing of what it ran.
+    FORGOTTEN = (
+        "forgotten",
+        EndRule("The cluster was restarted. Nothing in the job needs to change.", Budget.FREE),
+    )
+    SUBMISSION_REFUSED = (
+        "submission_refused",
+        EndRule("Ask whoever runs the cluster: it refuses this submission, and would again."),
+    )
+    BAD_SPEC = (
+        "bad_spec",
+        EndRule("Correct the field that the message names and submit the job again."),
+    )
+    DATA_ERROR = (
+        "data_error",
+        EndRule(
+            "Correct the data that the message names, or prepare it again with "
+            "`shardloom data prepare`."
+        ),
+    )
+    # A mount or an endpoint that is away is often back in minutes; a full disk is soon given up.
+    STORAGE_ERROR = (
+        "storage_error",
+        EndRule(
+            "Check that run storage (SHARDLOOM_RUNS_DIR) and data.path are mounted or answer on "
+            "every host, that credentials are set, and that disks have room.",
+            Budget.USER,
+            first_backoff_s=30.0,
+            is_suspicious=True,
+        ),
+    )
+    TRAINING_ERROR = (
+        "training_error",
+        EndRule("Read the end of the log of the rank that the message names.", is_suspicious=True),
+    )
+    USER_CODE = (
+        "user_code",
+        EndRule(
+            "Mend the code of model.module where the traceback shows it, and submit the job again "
+            "with --code."
+        ),
+    )
+    VERSION_MISMATCH = (
+        "version_mismatch",
+        EndRule(
+            "Install the same versions on the service and on every host of the cluster.",
+            is_suspicious=True,
+        ),
+    )
+    # Copies are equal again after a checkpoint is loaded, which only equal copies write.
+    DIVERGED = (
+        "diverged",
+        EndRule(
+            "Copies of a shard came out unequal again and again. Look for failing memory on the "
+            "host of the ranks that the timeline names.",
+            Budget.USER,
+            restarts_workers=True,
+        ),
+    )
+    HANG = (
+        "hang",
+        EndRule(
+            "Look at the log of the rank that hangs and at its host. If one step may take that "
+            "long, raise recovery.min_hang_s or recovery.hang_factor.",
+            Budget.USER,
+            restarts_workers=True,
+            blames_hosts=True,
+            avoids_host=True,
+        ),
+    )
+    DEVICE_OOM = (
+        "device_oom",
+        EndRule(
+            "Lower data.batch_size, or raise parallelism.shard_group_size (with workers), so that "
+            "each device holds less of the tables.",
+            Budget.USER,
+            restarts_workers=True,
+            blames_hosts=True,
+            needs_memory=True,
+            loss="a device ran out of memory",
+        ),
+    )
+    HOST_OOM = (
+        "host_oom",
+        EndRule(
+            "Lower data.batch_size, raise parallelism.shard_group_size (with workers), or place "
+            "fewer workers on a host with resources.cpus_per_worker.",
+            Budget.USER,
+            restarts_workers=True,
+            blames_hosts=True,
+            needs_memory=True,
+            loss="its host ran out of memory",
+        ),
+    )
+    HOST_LOST = (
+        "host_lost",
+        EndRule(
+            "Nothing in the job needs to change. To train through the loss of a host, set "
+            "parallelism.survive.hosts and checkpoint more often.",
+            Budget.FREE,
+            restarts_workers=True,
+            blames_hosts=True,
+            avoids_host=True,
+            loss="its host stopped answering",
+        ),
+    )
+    PREEMPTED = (
+        "preempted",
+        EndRule(
+            "Nothing in the job needs to change. If machines are often taken away, set "
+            "parallelism.survive.hosts and checkpoint more often.",
+            Budget.FREE,
+            restarts_workers=True,
+            loss="its host was taken away",
+        ),
+    )
+    NON_FINITE = (
+        "non_finite",
+        EndRule(
+            "Lower optimizer.sparse.lr or optimizer.dense.lr, add a warm-up (optimizer.schedule), "
+            "look for outliers in the data, or leave such rows out with "
+            "training.on_non_finite: skip."
+        ),
+    )
+    # Bad rows are left out from then on; too many of them are no accident.
+    ROWS_SKIPPED = (
+        "rows_skipped",
+        EndRule(
+            "The loss became NaN on ever more rows: lower optimizer.sparse.lr or "
+            "optimizer.dense.lr, add a warm-up (optimizer.schedule), or look for outliers in the "
+            "data.",
+            Budget.USER,
+            restarts_workers=True,
+        ),
+    )
+    NO_ROOM = (
+        "no_room",
+        EndRule(
+            "Add hosts, free some, or lower parallelism.workers.min or parallelism.survive.hosts.",
+            Budget.FREE,
+            first_backoff_s=10.0,
+        ),
+    )
+    # The service took the other attempt for ended; its processes only need longer than it thought.
+    RUN_IN_USE = (
+        "run_in_use",
+        EndRule(
+            "Another attempt still writes to this run folder. The job is tried again; should that "
+            "attempt not end, stop the process that the message names.",
+            Budget.FREE,
+            first_backoff_s=30.0,
+        ),
+    )
+    RETRIES_EXHAUSTED = (
+        "retries_exhausted",
+        EndRule(
+            "The reason of the last attempt says what to change; raise retry.max_failures only if "
+            "such failures are to be expected."
+        ),
+    )
 
 
 class DivergenceError(Exception):
@@ -90,7 +297,7 @@ class WorkerFailure(Exception):
     """How a worker ended; can be pickled on its way to the driver."""
 
     def __init__(
-        self, reason: str, message: str, evidence: Mapping[str, str] | None = None
+        self, reason: EndReason, message: str, evidence: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(reason, message, evidence)
         self.reason = reason
@@ -125,24 +332,28 @@ class Failure:
     `evidence` has what speaks for `reason`: `rank`, `host`, `exit`, `exception`, ...
     """
 
-    reason: str
+    reason: EndReason
     message: str
     is_death: bool = False
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 
-def reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> EndReason:
     """The reason behind an unexpected error, by its type and text."""
     message = str(error).lower()
     type_names = [f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__]
     text = " ".join([*type_names, message]).lower()
     if any(sign in text for sign in _DEVICE_SIGNS):
-        return DEVICE_OOM
+        return EndReason.DEVICE_OOM
     if any(sign in text for sign in _HOST_SIGNS):
-        return HOST_OOM
+        return EndReason.HOST_OOM
     # A collective that failed as another rank went away, which is not the cause.
     is_echo = any(sign in message for sign in _PEER_LOST_SIGNS)
-    return WORKERS_LOST if is_echo and isinstance(error, RuntimeError | OSError) else TRAINING_ERROR
+    return (
+        EndReason.WORKERS_LOST
+        if is_echo and isinstance(error, RuntimeError | OSError)
+        else EndReason.TRAINING_ERROR
+    )
 
 
 def evidence_of(error: BaseException) -> dict[str, str]:
@@ -205,19 +416,21 @@ def explain(failures: Collection[Failure]) -> Failure:
 
     def _order(failure: Failure) -> int:
         if failure.is_death:
-            return 2 if failure.reason == WORKERS_LOST else 1
-        return {TRAINING_ERROR: 3, WORKERS_LOST: 4}.get(failure.reason, 0)
+            return 2 if failure.reason == EndReason.WORKERS_LOST else 1
+        return {EndReason.TRAINING_ERROR: 3, EndReason.WORKERS_LOST: 4}.get(failure.reason, 0)
 
-    unexplained = Failure(WORKERS_LOST, "the workers ended without a word")
+    unexplained = Failure(EndReason.WORKERS_LOST, "the workers ended without a word")
     return min(failures, key=_order, default=unexplained)
 
 
 def with_lost_host(failure: Failure, live_hosts: Collection[str]) -> Failure:
     """The same failure, as the loss of the host that it names if that is not there any more."""
     host = failure.evidence.get("host")
-    if failure.reason != WORKERS_LOST or host is None or host in live_hosts:
+    if failure.reason != EndReason.WORKERS_LOST or host is None or host in live_hosts:
         return failure
-    return replace(failure, reason=HOST_LOST, message=f"host {host} is gone: {failure.message}")
+    return replace(
+        failure, reason=EndReason.HOST_LOST, message=f"host {host} is gone: {failure.message}"
+    )
 
 
 def should_restart(failure: Failure, num_paid: int, max_failures: int) -> bool:
@@ -225,7 +438,9 @@ def should_restart(failure: Failure, num_paid: int, max_failures: int) -> bool:
 
     What does not spend it is bounded by `restart_delay_s` alone.
     """
-    return failure.reason in FREE or (failure.reason in PAID and num_paid <= max_failures)
+    rule = failure.reason.rule
+    may_restart = rule.budget is Budget.FREE or num_paid <= max_failures
+    return rule.restarts_workers and may_restart
 
 
 def should_replace(failure: Failure, num_suspicious: int, max_failures: int) -> bool:
@@ -234,9 +449,10 @@ def should_replace(failure: Failure, num_suspicious: int, max_failures: int) -> 
     Losing one stops nobody, so it costs nothing; but an error that may lie in the job itself is
     tried `max_failures` times at most (`num_suspicious` counts those, this one too).
     """
-    if failure.reason in SUSPICIOUS:
+    rule = failure.reason.rule
+    if rule.is_suspicious:
         return num_suspicious <= max_failures
-    return failure.reason in RESTARTABLE | {NO_ROOM}
+    return rule.restarts_workers or failure.reason is EndReason.NO_ROOM
 
 
 def restart_delay_s(num_in_a_row: int) -> float:

@@ -34,8 +34,9 @@ from service.domain.models import (
     TimelineEvent,
     attempt_id,
 )
-from service.domain.retries import RULES, Budget, backoff_s
+from service.domain.retries import backoff_s
 from service.domain.timeline import end_details, timeline_event
+from trainer.failures import Budget
 
 # How long after it was sent a submission may be unknown to the backend.
 NOT_FOUND_GRACE_S = 30.0
@@ -47,17 +48,6 @@ REPORT_GRACE_S = 60.0
 LATE_RECORDS_S = 30.0
 # With the longest backoff between them these take most of a day.
 MAX_ATTEMPTS = 250
-# After these the driver restarts workers itself, and reports each loss, the last one included.
-_RESTARTED_BY_DRIVER = frozenset(
-    {
-        EndReason.WORKERS_LOST,
-        EndReason.DIVERGED,
-        EndReason.ROWS_SKIPPED,
-        EndReason.HANG,
-        EndReason.DEVICE_OOM,
-        EndReason.HOST_OOM,
-    }
-)
 _FINAL_STATUS = {
     EndReason.COMPLETED: JobStatus.SUCCEEDED,
     EndReason.CANCELLED: JobStatus.CANCELLED,
@@ -215,7 +205,7 @@ def end_attempt(
     job = replace(job, num_failures=job.num_failures + _num_failures(attempt, reason))
     is_spent = job.num_failures > job.spec.retry.max_failures
     num_free = (QueueState.of(job).num_free or 0) + 1
-    match RULES[reason].budget:
+    match reason.rule.budget:
         case Budget.NONE:
             return finish(job, reason, message, now, ended)
         case Budget.USER if is_spent:
@@ -235,9 +225,10 @@ def end_attempt(
 
 def _num_failures(attempt: Attempt, reason: EndReason) -> int:
     """Failures that an attempt spent: its worker restarts, and its own loss if not among them."""
-    if reason in _RESTARTED_BY_DRIVER:
-        return max(1, attempt.num_worker_failures)
-    return attempt.num_worker_failures + int(RULES[reason].budget is Budget.USER)
+    # The driver reports each loss after which it restarts workers itself, the last one included.
+    own = int(reason.rule.budget is Budget.USER)
+    known = attempt.num_worker_failures
+    return max(own, known) if reason.rule.restarts_workers else own + known
 
 
 def _paused(job: Job, ended: Attempt, now: float) -> Decision:
@@ -260,11 +251,11 @@ def _paused(job: Job, ended: Attempt, now: float) -> Decision:
 def _requeue(job: Job, ended: Attempt, num_free: int, now: float) -> Decision:
     """Retry after a backoff that grows with failures, or with attempts if they are free."""
     assert ended.end_reason is not None
-    rule = RULES[ended.end_reason]
+    rule = ended.end_reason.rule
     is_free = rule.budget is Budget.FREE
     # Attempts count like failures here, to spare a cluster that keeps losing submissions.
     num_in_a_row = num_free if is_free else job.num_failures
-    delay_s = backoff_s(rule, num_in_a_row, ended.id)
+    delay_s = backoff_s(rule.first_backoff_s, num_in_a_row, ended.id)
     allowed = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
     cost = "not counted as a failure" if is_free else allowed
     message = (

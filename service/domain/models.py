@@ -16,6 +16,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SkipValidation
 
+from trainer.failures import EndReason as EndReason
 from trainer.spec.job import JobSpec
 
 # JSON has no NaN or infinity: both travel as null, which reads back as NaN.
@@ -43,35 +44,6 @@ class JobStatus(StrEnum):
     def is_at_rest(self) -> bool:
         """Whether the job waits and nothing runs for it, so that requests take effect at once."""
         return self in (JobStatus.QUEUED, JobStatus.PAUSED)
-
-
-class EndReason(StrEnum):
-    """Why an attempt, or a job, ended. Stored; the status follows from it."""
-
-    COMPLETED = "completed"
-    CANCELLED = "cancelled"
-    PAUSED = "paused"
-    WORKERS_LOST = "workers_lost"
-    DRIVER_LOST = "driver_lost"
-    FORGOTTEN = "forgotten"
-    SUBMISSION_REFUSED = "submission_refused"
-    BAD_SPEC = "bad_spec"
-    DATA_ERROR = "data_error"
-    STORAGE_ERROR = "storage_error"
-    TRAINING_ERROR = "training_error"
-    USER_CODE = "user_code"
-    VERSION_MISMATCH = "version_mismatch"
-    DIVERGED = "diverged"
-    HANG = "hang"
-    DEVICE_OOM = "device_oom"
-    HOST_OOM = "host_oom"
-    HOST_LOST = "host_lost"
-    PREEMPTED = "preempted"
-    NON_FINITE = "non_finite"
-    ROWS_SKIPPED = "rows_skipped"
-    NO_ROOM = "no_room"
-    RUN_IN_USE = "run_in_use"
-    RETRIES_EXHAUSTED = "retries_exhausted"
 
 
 class ObservedState(StrEnum):

@@ -56,14 +56,8 @@ def latest_resize_request(lines: Iterable[TimelineEntry]) -> ResizeRequest:
     return ResizeRequest.model_validate(newest)
 
 
-# Reasons that the driver gives for the loss of a group; the coordinator sends a message instead.
-_LOSSES = {
-    "workers_lost": "its workers ended",
-    "host_lost": "its host stopped answering",
-    "preempted": "its host was taken away",
-    "device_oom": "a device ran out of memory",
-    "host_oom": "its host ran out of memory",
-}
+# Of reasons that the driver gives; the coordinator sends a message instead.
+_LOSSES = {reason.value: reason.rule.loss for reason in EndReason}
 # Any other cause of a resize is a loss.
 _RESIZES = {
     "request": "as asked",

@@ -25,7 +25,7 @@ from trainer import failures
 from trainer.coordination.authentication import new_token
 from trainer.coordination.detection import HostRecord
 from trainer.driver.autoscale import CapacityManager
-from trainer.failures import Failure
+from trainer.failures import Budget, EndReason, Failure
 from trainer.layout.cost import Cluster
 from trainer.protocol import events, mirror
 from trainer.protocol.mirror import PATIENCE_S, MirrorConfig, connect
@@ -101,7 +101,7 @@ def _ask_until(
 
 
 def _not_given(message: str) -> AttemptFailed:
-    return AttemptFailed(Failure(failures.STORAGE_ERROR, message))
+    return AttemptFailed(Failure(EndReason.STORAGE_ERROR, message))
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ class Restart:
     """The workers ended well and start again at once, with another size or elsewhere."""
 
 
-PAUSED = Failure(failures.PAUSED, "saved and stopped on request")
-PAUSED_EARLY = Failure(failures.PAUSED, "stopped on request while no workers trained")
+PAUSED = Failure(EndReason.PAUSED, "saved and stopped on request")
+PAUSED_EARLY = Failure(EndReason.PAUSED, "stopped on request while no workers trained")
 Outcome = Failure | Restart | None
 """How a run of the workers ended; None when training is complete."""
 
@@ -310,12 +310,12 @@ def run_with_restarts(
             continue
         if outcome is None:
             return None
-        num_paid += outcome.reason in failures.PAID
+        num_paid += outcome.reason.rule.budget is Budget.USER
         num_in_a_row = 1 if clock() - began > _LONG_RUN_S else num_in_a_row + 1
         budget = attempt.context.max_worker_failures
         will_restart = failures.should_restart(outcome, num_paid, budget)
         will_restart &= outcome.reason not in attempt.context.end_on
-        if outcome.reason in failures.RESTARTABLE:
+        if outcome.reason.rule.restarts_workers:
             attempt.writer.write(
                 events.WorkersLost(
                     time=time.time(),

@@ -19,7 +19,7 @@ from trainer.driver.process_log import start_log
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, prepare_process
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE
 
@@ -94,7 +94,7 @@ class RayCoordinator:
                 f"({failures.described(error)}): is the head node short of CPUs or memory, or run "
                 "storage away? The log `coordinator` and Ray's own say more"
             )
-            raise AttemptFailed(Failure(failures.WORKERS_LOST, message)) from error
+            raise AttemptFailed(Failure(EndReason.WORKERS_LOST, message)) from error
 
     def status(self) -> CoordinatorStatus | None:
         """Everything it knows; None, which means nothing, when it did not answer."""

@@ -40,7 +40,7 @@ from trainer.driver.group_placement import (
 )
 from trainer.driver.ray_train import TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.protocol import events, requests
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 from trainer.protocol.worker_config import GroupConfig
@@ -52,7 +52,6 @@ _LAST_WORDS_S = 10.0
 _DOUBTFUL_S = 20.0  # so long Ray may take for alive what is not
 _FOUND_S = 10.0  # for a restarted coordinator to be up
 _WINDOW_S = 60.0
-_OF_HOSTS = failures.RESTARTABLE - {failures.DIVERGED, failures.PREEMPTED}
 
 
 @dataclass
@@ -82,7 +81,7 @@ class FailureTracker:
         delay_s = failures.restart_delay_s(len(self._times))
         self.may_start_at = max(self.may_start_at, now + delay_s)
         has_lost_others = failure.evidence.get("coordinator") == "no_donor"
-        if not (failure.reason in _OF_HOSTS or is_of_setup(failure)) or has_lost_others:
+        if not (failure.reason.rule.blames_hosts or is_of_setup(failure)) or has_lost_others:
             return []
         guilty = failure.evidence.get("host")
         found = [self.record.fail(each, unix_s) for each in ({guilty} if guilty else set(hosts))]
@@ -90,13 +89,13 @@ class FailureTracker:
 
     def is_fatal(self, failure: Failure) -> bool:
         """Count how a group's workers ended; whether that ends the job."""
-        self._num_suspicious += failure.reason in failures.SUSPICIOUS and not is_of_setup(failure)
+        self._num_suspicious += failure.reason.rule.is_suspicious and not is_of_setup(failure)
         return not failures.should_replace(failure, self._num_suspicious, self.max_suspicious)
 
 
 def is_of_setup(failure: Failure) -> bool:
     """Whether a host that it names is set up wrongly, so that nothing of the job was run there."""
-    return failure.reason in failures.SUSPICIOUS and "host" in failure.evidence
+    return failure.reason.rule.is_suspicious and "host" in failure.evidence
 
 
 @dataclass
@@ -242,7 +241,7 @@ class GroupRunLoop:
         if not self._has_trained:
             return Ended(PAUSED_EARLY)
         if not self._is_pausing:
-            request = StopRequest(run_index=self.run_index, cause=failures.PAUSED)
+            request = StopRequest(run_index=self.run_index, cause=EndReason.PAUSED)
             self._is_pausing = requests.ask(attempt.context.files, request)
         mark = attempt.context.files.stopping_path(self.run_index)
         return Ended(PAUSED) if is_there(mark) else None
@@ -361,7 +360,7 @@ class GroupRunLoop:
         if self._has_trained:
             return not any(run.was_current for run in self.runs.values())
         last = self._failures.last
-        return last is not None and not self._groups and last.reason != failures.NO_ROOM
+        return last is not None and not self._groups and last.reason != EndReason.NO_ROOM
 
     @property
     def _groups(self) -> list[GroupRun]:
@@ -374,7 +373,7 @@ class GroupRunLoop:
         if any(now - (run.lost_at or now) < _LAST_WORDS_S for run in self._zombies):
             return None
         last = self._failures.last
-        last = last or Failure(failures.WORKERS_LOST, "all groups ended before the training")
+        last = last or Failure(EndReason.WORKERS_LOST, "all groups ended before the training")
         live_hosts = {host.address for host in self.config.read_hosts()}
         return Ended(failures.with_lost_host(last, live_hosts))
 
@@ -563,7 +562,7 @@ class GroupRunLoop:
             f"{self._policy.least}"
         )
         if is_empty:
-            return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
+            return Ended(Failure(EndReason.NO_ROOM, f"{message}; add hosts"))
         if not self._is_shortage_told:
             then = (
                 "training goes on with fewer"
@@ -613,7 +612,7 @@ def run_groups(
 
 def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
     """The failure of a group that the coordinator lost."""
-    reason = failures.HANG if departure.reason == "hang" else failures.WORKERS_LOST
+    reason = EndReason.HANG if departure.reason == "hang" else EndReason.WORKERS_LOST
     evidence = {"coordinator": departure.reason}
     if len(set(hosts)) == 1:
         evidence["host"] = hosts[0]
@@ -624,9 +623,9 @@ def absence_of(run: GroupRun, absent_s: float) -> Failure:
     """The failure of a group that the coordinator has not known for so long."""
     if run.pids:
         message = f"{run.name} is given up: the coordinator has not known it for {absent_s:.0f} s"
-        return Failure(failures.WORKERS_LOST, message)
+        return Failure(EndReason.WORKERS_LOST, message)
     return Failure(
-        failures.HANG,
+        EndReason.HANG,
         f"{run.name} hangs at its start: no word of it in {absent_s:.0f} s. Does the storage of "
         "its code, data or run folder answer on its hosts (see the logs of its ranks)? If it only "
         "takes long, raise recovery.min_hang_s: a start has ten times that",

@@ -39,7 +39,7 @@ from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipP
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.errors import StorageError
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.protocol import requests
 from trainer.protocol.events import (
     CheckpointCommitted,
@@ -173,7 +173,7 @@ class HangMonitor:
         self.stragglers = status.stragglers if self.processes else ()
         for each in reversed(status.departures):
             if each.incarnation == run_index and each.reason in _HANGS:
-                return Failure(failures.HANG, each.message, evidence={"watch": each.message})
+                return Failure(EndReason.HANG, each.message, evidence={"watch": each.message})
         return None
 
     def _status(self) -> CoordinatorStatus:
@@ -437,7 +437,7 @@ class JobRunner:
             if is_asked or future.done():
                 continue
             if is_pausing:
-                is_asked = self._stop(run_index, failures.PAUSED)
+                is_asked = self._stop(run_index, EndReason.PAUSED)
                 continue
             current = self._placed(current)
             self._seek_capacity(current, is_new=self.clock() - began < _MIN_RUN_S)
@@ -519,8 +519,8 @@ class JobRunner:
             self._num_without_room = 0
             if not self._has_stopped(run_index):
                 return None
-            return PAUSED if self._cause == failures.PAUSED else Restart()
-        if failure.reason == failures.NO_ROOM:
+            return PAUSED if self._cause == EndReason.PAUSED else Restart()
+        if failure.reason == EndReason.NO_ROOM:
             self._cause = failure.reason
             self._num_without_room += 1
             return Restart()
@@ -559,7 +559,7 @@ class JobRunner:
     def _await_lost_host(self, failure: Failure) -> Failure:
         """The failure, as a lost host if the cluster reports that within `settle_s`."""
         until = self.clock() + _SETTLE_S
-        while failure.is_death and failure.reason == failures.WORKERS_LOST:
+        while failure.is_death and failure.reason == EndReason.WORKERS_LOST:
             failure = failures.with_lost_host(failure, {h.address for h in self.read_hosts()})
             if self.clock() >= until:
                 break

@@ -51,7 +51,7 @@ from trainer.driver.ray_train import Evicted, in_thread, launch
 from trainer.driver.run_lock import hold_run
 from trainer.errors import DataError, StorageError, StorageRefusedError
 from trainer.export.requests import export_on_success
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.layout.choice import Choice
 from trainer.layout.cost import ClusterError
 from trainer.layout.hosts import Site, choose_on, demand_per_worker, site_of, wants_gpu
@@ -72,7 +72,7 @@ from trainer.storage import Location
 logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
 # The service knows the end by then; the next attempt sends what is left.
 SINK_TIMEOUT_S = 10.0
-EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 75}
+EXIT_CODES: dict[str, int] = {"completed": 0, "cancelled": 130, "paused": 75}
 EXIT_EVICTED = 143
 WARM_WORKERS_TIMEOUT_S = 10.0
 _POLL_S = 1.0
@@ -126,7 +126,7 @@ def choose_layout(
                 return None
             is_hopeless = why_not_held(spec, site.worker_bytes) is not None
             if is_hopeless or waited_s >= grace_s:
-                reason = failures.BAD_SPEC if is_hopeless else failures.NO_ROOM
+                reason = EndReason.BAD_SPEC if is_hopeless else EndReason.NO_ROOM
                 raise AttemptFailed(Failure(reason, str(error))) from None
             if not waited_s:
                 report(f"{error}; waiting up to {grace_s:.0f} s for more")
@@ -306,7 +306,7 @@ def end_attempt(
     """Run the attempt in a folder that no other one uses; how it ended. Raises `Evicted`."""
     try:
         if mismatches := check_versions():
-            raise AttemptFailed(Failure(failures.VERSION_MISMATCH, "; ".join(mismatches)))
+            raise AttemptFailed(Failure(EndReason.VERSION_MISMATCH, "; ".join(mismatches)))
         check_lease(context)
         context = with_secrets(context)
         # Only now: some of the secrets may be for them.
@@ -319,15 +319,16 @@ def end_attempt(
             if failure is None:
                 return _completed(context)
     except SpecError as error:
-        failure = Failure(failures.BAD_SPEC, str(error))
+        failure = Failure(EndReason.BAD_SPEC, str(error))
     except DataError as error:
         # Nothing that was trained is lost with storage: the next attempt finds it.
         comes_back = isinstance(error, StorageError) and not isinstance(error, StorageRefusedError)
-        failure = Failure(failures.STORAGE_ERROR if comes_back else failures.DATA_ERROR, str(error))
+        reason = EndReason.STORAGE_ERROR if comes_back else EndReason.DATA_ERROR
+        failure = Failure(reason, str(error))
     except AttemptFailed as error:
         failure = error.failure
     except KeyboardInterrupt:
-        failure = Failure(failures.CANCELLED, "stopped on request")
+        failure = Failure(EndReason.CANCELLED, "stopped on request")
     except Evicted:
         raise
     except Exception as error:  # reported to the control plane, whatever it is
@@ -345,13 +346,13 @@ def failure_behind(error: Exception, context: DriverContext) -> Failure:
     """The failure behind an unexpected error; storage or Ray that does not answer may come back."""
     from ray.exceptions import RayError
 
-    reason, message = failures.TRAINING_ERROR, f"{type(error).__name__}: {error}"
+    reason, message = EndReason.TRAINING_ERROR, f"{type(error).__name__}: {error}"
     # Without a number it is none of the operating system's, as a time-out of Ray.
     if isinstance(error, RayError) or (isinstance(error, OSError) and error.errno is None):
-        reason = failures.WORKERS_LOST
+        reason = EndReason.WORKERS_LOST
         message += "; does the head node of Ray answer, or is it short of CPUs or memory?"
     elif isinstance(error, OSError):
-        reason = failures.STORAGE_ERROR
+        reason = EndReason.STORAGE_ERROR
         message += f"; is the storage of {context.run_dir} full, or away from the driver's host?"
     return Failure(reason, message, evidence=failures.evidence_of(error))
 
@@ -369,7 +370,7 @@ def check_lease(context: DriverContext) -> None:
         answer = http.get(url)
         if answer.is_success and answer.json() == {"is_current": False}:
             message = "it started too late: the service has ended this attempt already"
-            raise AttemptFailed(Failure(failures.CANCELLED, message))
+            raise AttemptFailed(Failure(EndReason.CANCELLED, message))
 
 
 def with_secrets(context: DriverContext) -> DriverContext:
@@ -395,7 +396,7 @@ def _completed(context: DriverContext) -> events.AttemptEnded:
     newest = list_committed(checkpoints_of(context.run_dir, spec.checkpoint.path), is_left_out)[-1]
     return events.AttemptEnded(
         time=time.time(),
-        reason=failures.COMPLETED,
+        reason=EndReason.COMPLETED,
         message=f"training completed after {newest.commit.step} steps",
         final_metrics=newest.commit.metrics,
     )

@@ -25,7 +25,7 @@ from trainer.coordination.client import end_unless_joined, starting_s
 from trainer.driver.cluster import NODE_ID_LABEL, cluster_answers, free_placements_of_the_dead
 from trainer.driver.preload import WORKER_ENVIRONMENT, import_engine
 from trainer.driver.process_log import start_log
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.layout.hosts import demand_per_worker
 from trainer.protocol.code_archive import CodeError, add_to_path
 from trainer.protocol.mirror import MirrorConfig, serve_host
@@ -51,7 +51,7 @@ def classify(error: Exception) -> Failure:
         return _classify_start(error.controller_failure)
     by_rank: Mapping[int, Exception] = getattr(error, "worker_failures", {})
     if not by_rank:
-        return Failure(failures.WORKERS_LOST, first_line(error))
+        return Failure(EndReason.WORKERS_LOST, first_line(error))
     return failures.explain([_classify_rank(rank, by_rank[rank]) for rank in sorted(by_rank)])
 
 
@@ -63,7 +63,7 @@ def _classify_start(error: Exception) -> Failure:
     )
 
     if isinstance(error, WorkerGroupStartupTimeoutError | InsufficientClusterResourcesError):
-        return Failure(failures.NO_ROOM, f"no room for the workers: {first_line(error)}")
+        return Failure(EndReason.NO_ROOM, f"no room for the workers: {first_line(error)}")
     reason = _reason_of_death(error)
     message = f"the workers did not start: {first_line(error)}"
     return Failure(reason, message, is_death=True, evidence=_evidence_of_death(error))
@@ -87,18 +87,18 @@ def _classify_rank(rank: int, error: Exception) -> Failure:
     return Failure(failures.reason_of(error), message, evidence=evidence)
 
 
-def _reason_of_death(error: BaseException) -> str:
+def _reason_of_death(error: BaseException) -> EndReason:
     from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
 
     # Without Ray's list of common causes, which names all of them for any death.
     text = str(error).partition("Some common causes include")[0].lower()
     if isinstance(error, RayActorError) and error.preempted:
-        return failures.PREEMPTED
+        return EndReason.PREEMPTED
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
-        return failures.HOST_OOM
+        return EndReason.HOST_OOM
     if isinstance(error, NodeDiedError) or any(sign in text for sign in _NODE_DIED_SIGNS):
-        return failures.HOST_LOST
-    return failures.WORKERS_LOST
+        return EndReason.HOST_LOST
+    return EndReason.WORKERS_LOST
 
 
 def _evidence_of_death(error: BaseException) -> dict[str, str]:
@@ -166,7 +166,7 @@ def follow_run(mirror: MirrorConfig) -> None:
     try:
         serve_host(mirror)
     except (OSError, subprocess.SubprocessError) as error:
-        raise failures.WorkerFailure(failures.STORAGE_ERROR, str(error)) from error
+        raise failures.WorkerFailure(EndReason.STORAGE_ERROR, str(error)) from error
 
 
 def add_code(worker: WorkerConfig) -> None:
@@ -177,7 +177,7 @@ def add_code(worker: WorkerConfig) -> None:
         add_to_path(RunDir(worker.run_dir).code_path(worker.spec.model.code))
     except (OSError, CodeError) as error:
         message = f"the job's code cannot be unpacked: {error}"
-        raise failures.WorkerFailure(failures.STORAGE_ERROR, message) from error
+        raise failures.WorkerFailure(EndReason.STORAGE_ERROR, message) from error
 
 
 def check_machine(worker: WorkerConfig, host: str) -> None:
@@ -188,16 +188,16 @@ def check_machine(worker: WorkerConfig, host: str) -> None:
     evidence = {"host": host}
     if unlike := unlike_driver(worker.versions, versions_here()):
         message = f"{host} is set up differently: {'; '.join(unlike)}; install the same there"
-        raise failures.WorkerFailure(failures.VERSION_MISMATCH, message, evidence)
+        raise failures.WorkerFailure(EndReason.VERSION_MISMATCH, message, evidence)
     if too_old := check_driver():
-        raise failures.WorkerFailure(failures.VERSION_MISMATCH, f"{host}: {too_old}", evidence)
+        raise failures.WorkerFailure(EndReason.VERSION_MISMATCH, f"{host}: {too_old}", evidence)
     spec_path = RunDir(worker.run_dir).attempt(worker.attempt_id).resolved_spec_path
     if not spec_path.exists():
         message = (
             f"{host} does not see {spec_path}, which the driver has written: mount the service's "
             "run storage (SHARDLOOM_RUNS_DIR) there at the same path"
         )
-        raise failures.WorkerFailure(failures.STORAGE_ERROR, message, evidence)
+        raise failures.WorkerFailure(EndReason.STORAGE_ERROR, message, evidence)
 
 
 class Evicted(Exception):
@@ -261,7 +261,7 @@ def train(run: TrainRun) -> Failure | None:
         if not cluster_answers():
             raise Evicted(f"the cluster is gone: {first_line(error)}") from error
         free_placements_of_the_dead()
-        return Failure(failures.WORKERS_LOST, f"Ray Train was lost: {first_line(error)}")
+        return Failure(EndReason.WORKERS_LOST, f"Ray Train was lost: {first_line(error)}")
     return None
 
 

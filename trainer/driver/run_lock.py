@@ -28,9 +28,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from trainer import failures
 from trainer.driver.attempt import AttemptFailed
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.protocol.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -170,7 +169,7 @@ class RunLock:
             # A beat before the deadline may have been the last one.
             is_alive = is_dead is False or moved_at > deadline
             if is_alive and now >= deadline:
-                raise AttemptFailed(Failure(failures.RUN_IN_USE, self._refusal(owner)))
+                raise AttemptFailed(Failure(EndReason.RUN_IN_USE, self._refusal(owner)))
             self._sleep(_LOOK_S)
             before, seen = seen, self._read()
             moved_at = moved_at if seen == before else self._clock()

@@ -41,7 +41,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from trainer import failures
 from trainer.data.batches import Batch
-from trainer.failures import UserCodeError, user_lines
+from trainer.failures import EndReason, UserCodeError, user_lines
 from trainer.models.managed_collision import BucketedIds, configs_of
 from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec, split_path
@@ -180,8 +180,8 @@ def _is_foreign(error: BaseException) -> bool:
     What a collective says comes from PyTorch; the user's own connections may fail in like words.
     """
     reason = failures.reason_of(error)
-    if reason != failures.WORKERS_LOST:
-        return reason != failures.TRAINING_ERROR
+    if reason != EndReason.WORKERS_LOST:
+        return reason != EndReason.TRAINING_ERROR
     if not isinstance(error, RuntimeError):
         return False
     is_named = any(each in str(error).lower() for each in _COLLECTIVES)

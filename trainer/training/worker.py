@@ -23,6 +23,7 @@ from trainer import failures
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, CheckpointRefused
 from trainer.coordination.client import CoordinatorLost, Identity, Refused, report_heartbeats
 from trainer.errors import DataError, StorageError, StorageRefusedError
+from trainer.failures import EndReason
 from trainer.layout.layout import Layout, LayoutError
 from trainer.models.user_module import users_error
 from trainer.parallel.mesh import MeshGroups, build_groups
@@ -34,22 +35,22 @@ from trainer.training.session import Session
 
 logger = logging.getLogger(__name__)
 # End reason by exception; the first that matches counts.
-_REASONS: dict[type[Exception], str] = {
+_REASONS: dict[type[Exception], EndReason] = {
     # Before its base class: storage that is away comes back, refused credentials do not.
-    StorageRefusedError: failures.DATA_ERROR,
-    StorageError: failures.STORAGE_ERROR,
-    DataError: failures.DATA_ERROR,
-    CheckpointMismatch: failures.BAD_SPEC,
-    CheckpointRefused: failures.BAD_SPEC,
-    CheckpointError: failures.STORAGE_ERROR,
-    LayoutError: failures.BAD_SPEC,
-    PlanError: failures.BAD_SPEC,
-    failures.DivergenceError: failures.DIVERGED,
-    failures.NonFiniteRows: failures.ROWS_SKIPPED,
-    failures.NonFiniteLoss: failures.NON_FINITE,
-    failures.UserCodeError: failures.USER_CODE,
-    Refused: failures.WORKERS_LOST,
-    CoordinatorLost: failures.WORKERS_LOST,
+    StorageRefusedError: EndReason.DATA_ERROR,
+    StorageError: EndReason.STORAGE_ERROR,
+    DataError: EndReason.DATA_ERROR,
+    CheckpointMismatch: EndReason.BAD_SPEC,
+    CheckpointRefused: EndReason.BAD_SPEC,
+    CheckpointError: EndReason.STORAGE_ERROR,
+    LayoutError: EndReason.BAD_SPEC,
+    PlanError: EndReason.BAD_SPEC,
+    failures.DivergenceError: EndReason.DIVERGED,
+    failures.NonFiniteRows: EndReason.ROWS_SKIPPED,
+    failures.NonFiniteLoss: EndReason.NON_FINITE,
+    failures.UserCodeError: EndReason.USER_CODE,
+    Refused: EndReason.WORKERS_LOST,
+    CoordinatorLost: EndReason.WORKERS_LOST,
 }
 
 
@@ -157,7 +158,7 @@ def named_failures(module: str | None = None) -> Iterator[None]:
         elif isinstance(error, OSError | RuntimeError | MemoryError):
             logger.exception("the worker fails")
             is_storage = isinstance(error, OSError)
-            reason = failures.STORAGE_ERROR if is_storage else failures.reason_of(error)
+            reason = EndReason.STORAGE_ERROR if is_storage else failures.reason_of(error)
         else:
             raise
         # What an error came from does not survive the way to the driver by itself.

@@ -27,7 +27,6 @@ from tests.harness.processes import die_with_parent
 from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import TOKEN, make_config
 from tests.harness.wait import free_port, scaled, wait_for
-from trainer import failures
 from trainer.coordination.authentication import authenticate
 from trainer.coordination.client import (
     CoordinatorClient,
@@ -58,6 +57,7 @@ from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.membership import Membership
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
+from trainer.failures import EndReason
 from trainer.protocol.events import HangFound, read_record
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.worker_config import GroupConfig, WorkerConfig
@@ -184,7 +184,7 @@ def test_a_coordinator_that_does_not_start_costs_a_try_and_no_job(
     attempt = attempt_of(make_config(small_movielens, tmp_path, "parallelism.placement=inter_host"))
     with pytest.raises(AttemptFailed, match="did not start within 60 s") as caught:
         RayCoordinator(attempt, 0)
-    assert caught.value.failure.reason == failures.WORKERS_LOST
+    assert caught.value.failure.reason == EndReason.WORKERS_LOST
 
 
 def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_call(
@@ -453,7 +453,7 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     attempt = attempt_of(config)
     with watched(attempt, 4, (1000, 1000), (1000, 3)) as (watch, workers):
         failure = wait_until(lambda: watch.check(4), "the hang", 60)
-        assert failure.reason == failures.HANG
+        assert failure.reason == EndReason.HANG
         assert watch.processes == {"127.0.0.2": {worker.pid for worker in workers}}
         assert not watch.is_nobody_there
         assert watch.check(5) is None  # the next life has nothing to do with it

@@ -19,11 +19,11 @@ from tests.harness.ranks import run_in_turn
 from tests.harness.sessions import TOKEN, snapshot, train_session
 from tests.harness.wait import scaled
 from tests.integration.ranks.test_movielens_arch import example_config
-from trainer import failures
 from trainer.checkpoint.files import checkpoints_of
 from trainer.checkpoint.save_load import list_committed
 from trainer.coordination.client import Identity
 from trainer.elastic.group_session import GroupSession
+from trainer.failures import EndReason
 from trainer.fault_injection import Fault
 from trainer.layout.layout import Layout
 from trainer.protocol import requests
@@ -171,7 +171,7 @@ def _pause(config: WorkerConfig, tmp_path: Path) -> int:
         harness.coordinator.call("request", "want", [0, 1], 0, {}, 1)
         folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
         harness.wait_for(lambda: list_committed(folder), 60, "a checkpoint that was asked for")
-        requests.ask(files, StopRequest(run_index=0, cause=failures.PAUSED))
+        requests.ask(files, StopRequest(run_index=0, cause=EndReason.PAUSED))
         harness.wait_for(lambda: files.stopping_path(0).exists(), 60, "a checkpoint for the pause")
     saved = list_committed(folder)[-1]
     assert saved.commit.commit >= commit > 0

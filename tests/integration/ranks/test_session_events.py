@@ -33,6 +33,7 @@ from trainer.checkpoint.save_load import list_committed
 from trainer.data.batches import Batch
 from trainer.data.manifest import load_manifest
 from trainer.errors import DataError
+from trainer.failures import EndReason
 from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.model import stored_buffers
@@ -83,9 +84,9 @@ def test_a_nan_fails_the_job_or_costs_it_the_rows_since_the_last_finite_report(
     )
     ranks = run_ranks(fail_then_go_on, 4, config, failing, fresh=True)
     reasons = {rank["failed"][0] for rank in ranks}
-    assert reasons == {failures.NON_FINITE}
+    assert reasons == {EndReason.NON_FINITE}
     assert "training.on_non_finite: skip" in ranks[0]["failed"][1]
-    assert {rank["first"][0] for rank in ranks} == {failures.ROWS_SKIPPED}
+    assert {rank["first"][0] for rank in ranks} == {EndReason.ROWS_SKIPPED}
     # Reports come every 5 steps of 4 x 32 rows: the loss was finite at step 10, NaN by 15.
     (skipped,) = told(config.run_dir, RowsSkipped)
     assert (skipped.epoch, skipped.start, skipped.num_rows) == (0, 10 * 32, 640)
@@ -150,14 +151,14 @@ def train_with_a_flipped_bit(config: WorkerConfig) -> tuple[str, str]:
         run_worker(config)
     except failures.WorkerFailure as failure:
         return failure.reason, failure.message
-    return failures.COMPLETED, ""
+    return EndReason.COMPLETED, ""
 
 
 @pytest.mark.parametrize(
     ("action", "reason", "overlap"),
     [
-        ("fail", failures.DIVERGED, "false"),
-        pytest.param("rebroadcast", failures.COMPLETED, "true", marks=pytest.mark.slow),
+        ("fail", EndReason.DIVERGED, "false"),
+        pytest.param("rebroadcast", EndReason.COMPLETED, "true", marks=pytest.mark.slow),
     ],
 )
 def test_a_flipped_bit_is_named_and_ends_the_run_only_if_asked(

@@ -12,8 +12,8 @@ import yaml
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.ray_hosts import DriverProcess, RayHosts, ray_hosts
 from tests.harness.wait import scaled, wait_for
-from trainer import failures
 from trainer.data.manifest import load_manifest
+from trainer.failures import EndReason
 from trainer.fault_injection import Fault
 from trainer.protocol import events
 from trainer.spec import validate_spec
@@ -101,7 +101,7 @@ def test_a_lost_host_stops_nobody_and_its_group_comes_back_on_another(
     finally:
         driver.end()
     (ended,) = driver.told(events.AttemptEnded)
-    assert ended.reason == failures.COMPLETED
+    assert ended.reason == EndReason.COMPLETED
     num_rows = load_manifest(small_movielens).splits["train"].num_rows
     assert driver.told(events.Progress)[-1].rows == num_rows * EPOCHS
     assert [each.group for each in driver.told(events.GroupLost)] == [1]

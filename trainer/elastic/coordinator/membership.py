@@ -43,6 +43,7 @@ from trainer.elastic.coordinator.interface import (
 )
 from trainer.elastic.coordinator.leases import LeaseBook, LeaseError
 from trainer.elastic.coordinator.rounds import SyncRounds
+from trainer.failures import EndReason
 from trainer.protocol import events
 
 _METRICS_EVERY_S = 10.0
@@ -334,7 +335,7 @@ class Membership:
                 self._start(now)
             self._knows_run |= self._rounds.is_open
         except LeaseError as error:
-            self._rounds.fail("data_error", str(error), now)
+            self._rounds.fail(EndReason.DATA_ERROR, str(error), now)
 
     def _start(self, now: float) -> None:
         """Begin the run, at first or after all copies were lost, with whom has the newest state.

@@ -38,7 +38,7 @@ from trainer.elastic.coordinator.groups import (
 )
 from trainer.elastic.coordinator.interface import Effect, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook, lease_lengths
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.protocol import events
 
 _LEASES_HELD = 2
@@ -278,7 +278,7 @@ class SyncRounds:
         """Tell the ranks of a spare to end; nothing is lost with them."""
         self._effects += spare.dismiss(Rejection(reason="dismissed", message=message), only_waiting)
 
-    def fail(self, reason: str, message: str, now: float) -> None:
+    def fail(self, reason: EndReason, message: str, now: float) -> None:
         """The run cannot go on: every group is told so."""
         self.failure = Failure(reason, message)
         self._effects.append(events.Note(time=now, level="error", message=message))
@@ -344,7 +344,7 @@ class SyncRounds:
             return
         if is_too_often or self._policy.on_non_finite == "fail":
             advice = "lower the learning rate, or look for outliers in the rows that it trained"
-            self.fail("non_finite", f"{message}; {advice}", now)
+            self.fail(EndReason.NON_FINITE, f"{message}; {advice}", now)
             return
         for lease_id in group.arrival.leases:
             lease = self._book.skip(lease_id)
@@ -504,7 +504,7 @@ class SyncRounds:
         ranks = {rank for each in found for rank in each.ranks}
         differing = [g for g in current if any(rank // len(g.ranks) == g.group for rank in ranks)]
         if action == "fail" or len(differing) == len(current):
-            self.fail(failures.DIVERGED, str(failures.DivergenceError(found)), now)
+            self.fail(EndReason.DIVERGED, str(failures.DivergenceError(found)), now)
             return
         for group in differing:
             self._book.give_back(group.group)

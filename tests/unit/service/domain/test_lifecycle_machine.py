@@ -35,9 +35,9 @@ from service.domain.models import (
     QueueState,
     ReportedEnd,
 )
-from service.domain.retries import RULES, Budget
 from tests.harness.builders import NOW, queued_job
 from tests.harness.properties import examples
+from trainer.failures import Budget
 
 MAX_FAILURES = 2
 GRACE_S = 120.0
@@ -226,7 +226,7 @@ class Lifecycle(RuleBasedStateMachine):
         paid = [
             each
             for each in self.attempts.values()
-            if each.end_reason is not None and RULES[each.end_reason].budget is Budget.USER
+            if each.end_reason is not None and each.end_reason.rule.budget is Budget.USER
         ]
         assert len(paid) <= (MAX_FAILURES + 1) * (1 + self.num_restarts)
 

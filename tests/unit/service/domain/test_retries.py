@@ -21,7 +21,7 @@ from service.domain.models import (
     QueueState,
     ReportedEnd,
 )
-from service.domain.retries import RULES, Budget, RetryRule, advice_of, backoff_s, next_attempt
+from service.domain.retries import advice_of, backoff_s, next_attempt
 from tests.harness.builders import NOW, attempt_of, live_job, queued_job, reported
 from trainer.spec.base import MAX_WORKERS
 from trainer.spec.job import JobSpec
@@ -30,18 +30,14 @@ FAILED = Observation(ObservedState.FAILED, "exit code 1")
 
 
 def test_backoff_doubles_up_to_a_limit() -> None:
-    rule = RetryRule(Budget.USER, 2.0)
-    jitter = backoff_s(rule, 1, "a") / 2.0
-    assert [backoff_s(rule, n, "a") for n in (2, 3)] == pytest.approx(
-        [4 * jitter, 8 * jitter], 1e-3
-    )
-    assert backoff_s(rule, 10_000, "a") == pytest.approx(300.0 * jitter, 1e-3)
+    jitter = backoff_s(2.0, 1, "a") / 2.0
+    assert [backoff_s(2.0, n, "a") for n in (2, 3)] == pytest.approx([4 * jitter, 8 * jitter], 1e-3)
+    assert backoff_s(2.0, 10_000, "a") == pytest.approx(300.0 * jitter, 1e-3)
 
 
 def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_again() -> None:
-    rule = RetryRule(Budget.USER, 100.0)
-    waits_s = [backoff_s(rule, 1, f"job-{n}-a0") for n in range(50)]
-    assert waits_s == [backoff_s(rule, 1, f"job-{n}-a0") for n in range(50)]
+    waits_s = [backoff_s(100.0, 1, f"job-{n}-a0") for n in range(50)]
+    assert waits_s == [backoff_s(100.0, 1, f"job-{n}-a0") for n in range(50)]
     assert min(waits_s) >= 80.0
     assert max(waits_s) <= 120.0
     assert max(waits_s) - min(waits_s) > 20.0
@@ -57,11 +53,11 @@ def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget() -> Non
         # Another attempt has half a minute to leave the run folder.
         (EndReason.RUN_IN_USE, 30.0),
     ):
-        assert RULES[reason].first_backoff_s == wait_s
+        assert reason.rule.first_backoff_s == wait_s
         ended = reported(attempt, reason)
         again = decide(spent, ended, FAILED, NOW).job
         assert (again.status, again.num_failures) == (JobStatus.QUEUED, 99), reason
-        assert again.retry_at == NOW + backoff_s(RULES[reason], 5, attempt.id)
+        assert again.retry_at == NOW + backoff_s(wait_s, 5, attempt.id)
 
 
 def test_storage_that_is_away_gets_minutes_to_come_back_on_the_users_budget() -> None:
@@ -80,7 +76,7 @@ def test_what_never_gets_better_is_given_up_after_many_attempts_since_a_restart(
     job, attempt = live_job()
     late = replace(reported(attempt, EndReason.NO_ROOM, "2 of 3 hosts"), index=MAX_ATTEMPTS)
     again = decide(job, late, FAILED, NOW).job
-    assert again.retry_at == NOW + backoff_s(RULES[EndReason.NO_ROOM], 1, attempt.id)
+    assert again.retry_at == NOW + backoff_s(EndReason.NO_ROOM.rule.first_backoff_s, 1, attempt.id)
     for _ in range(MAX_ATTEMPTS - 1):
         assert again.status is JobStatus.QUEUED
         started = start(again, NOW, QueueState.of(again))

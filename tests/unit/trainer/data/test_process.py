@@ -19,7 +19,7 @@ from trainer.data.batches import Batch, LeaseBatches, TrainBatches, ValidationBa
 from trainer.data.process import ReaderProcess
 from trainer.data.reader import open_source
 from trainer.errors import StorageError
-from trainer.failures import HOST_OOM, WORKERS_LOST, reason_of
+from trainer.failures import EndReason, reason_of
 
 LEFT_BEHIND = """
 import os
@@ -90,7 +90,7 @@ def test_a_fault_there_is_raised_here_and_others_go_on(
         next(batches)
     with pytest.raises(RuntimeError, match="MemoryError: Unable to allocate") as too_large:
         process.make(np.ones, 10**15)
-    assert reason_of(too_large.value) == HOST_OOM
+    assert reason_of(too_large.value) == EndReason.HOST_OOM
     with LeaseBatches(train, spec, 0, 1, process=process) as leased:
         leased.submit(Lease(id=0, epoch=0, spans=[(0, 10)]))
         assert next(leased)[0].weight.sum() == 10
@@ -105,13 +105,13 @@ def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train
         pytest.raises(MemoryError, match=r"ended \(exit code -9, .*for memory\?") as killed,
     ):
         next(batches)
-    assert reason_of(killed.value) == HOST_OOM
+    assert reason_of(killed.value) == EndReason.HOST_OOM
     with (
         closing(ReaderProcess()) as ended,
         pytest.raises(RuntimeError, match=r"code (1|not known yet), .*log") as broken,
     ):
         ended.call(ended.make(eval, "[lambda: 0]"), "pop")  # what cannot be sent
-    assert reason_of(broken.value) == WORKERS_LOST
+    assert reason_of(broken.value) == EndReason.WORKERS_LOST
     # Both hold the pipe that is read to its end.
     left = [sys.executable, "-c", LEFT_BEHIND]
     found = subprocess.run(left, capture_output=True, text=True, timeout=scaled(60), check=False)

@@ -16,7 +16,6 @@ import pytest
 from tests.harness.builders import spec
 from tests.harness.files import records_in
 from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
-from trainer import failures
 from trainer.coordination.detection import HostRecord, ReplacementPolicy
 from trainer.driver.attempt import PAUSED, Attempt
 from trainer.driver.autoscale import CapacityManager
@@ -31,10 +30,10 @@ from trainer.driver.group_runner import (
 )
 from trainer.driver.ray_train import Evicted, TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.protocol import events, requests
 
-LOST = Failure(failures.WORKERS_LOST, "connection closed")
+LOST = Failure(EndReason.WORKERS_LOST, "connection closed")
 
 
 @dataclass
@@ -236,7 +235,7 @@ def test_a_job_waits_for_the_fewest_groups_and_then_gives_up(world: World) -> No
     assert not world.runs
     ended = world.look(31)
     assert ended and ended.failure
-    assert ended.failure.reason == failures.NO_ROOM
+    assert ended.failure.reason == EndReason.NO_ROOM
     assert "the job needs 2" in ended.failure.message
 
 
@@ -268,7 +267,7 @@ def test_a_group_that_the_coordinator_lost_is_killed_and_replaced_at_once(
     assert world.killed == [("b", frozenset({51}))]
     assert world.look(3) is None
     assert len(world.killed) == 1
-    world.end((1, 0), Failure(failures.TRAINING_ERROR, "what a killed worker says"))
+    world.end((1, 0), Failure(EndReason.TRAINING_ERROR, "what a killed worker says"))
     assert world.look() is None
 
 
@@ -306,7 +305,7 @@ def test_a_run_whose_groups_all_hang_at_their_start_ends_so_that_the_budget_coun
     assert world.look(601) is None
     ended = world.look(11)
     assert ended and ended.failure
-    assert ended.failure.reason == failures.HANG
+    assert ended.failure.reason == EndReason.HANG
     assert "raise recovery.min_hang_s" in ended.failure.message
 
 
@@ -369,7 +368,7 @@ def test_without_a_group_that_trained_all_start_again_from_a_checkpoint(world: W
     assert world.look() is None
     world.hosts["d"] = 1
     assert world.look() is None  # group 1 starts again, and holds nothing yet
-    host_lost = Failure(failures.HOST_LOST, "gone")
+    host_lost = Failure(EndReason.HOST_LOST, "gone")
     world.end((0, 0), host_lost)
     world.end((2, 0), host_lost)
     assert world.look() == Ended(host_lost)
@@ -408,11 +407,11 @@ def test_what_all_groups_died_of_is_awaited_so_that_the_right_budget_pays(
         world.end((number, 0), replace(LOST, is_death=True, evidence={"host": "b"}))
     del world.hosts["b"]
     ended = world.look()
-    assert ended and ended.failure and ended.failure.reason == failures.HOST_LOST
+    assert ended and ended.failure and ended.failure.reason == EndReason.HOST_LOST
 
 
 def test_an_error_of_the_job_itself_ends_it(world: World) -> None:
-    failure = Failure(failures.DATA_ERROR, "row 7")
+    failure = Failure(EndReason.DATA_ERROR, "row 7")
     world.train()
     world.end((1, 0), failure)
     assert world.look() == Ended(failure)
@@ -429,7 +428,7 @@ def test_first_groups_that_all_fail_end_the_life_so_that_the_budget_counts(
 
 def test_an_error_in_one_group_is_tried_within_the_budget(world: World) -> None:
     world.train()
-    error = Failure(failures.TRAINING_ERROR, "KeyError")
+    error = Failure(EndReason.TRAINING_ERROR, "KeyError")
     world.end((1, 0), error)
     assert world.look() is None
     assert (1, 1) in world.runs
@@ -437,7 +436,7 @@ def test_an_error_in_one_group_is_tried_within_the_budget(world: World) -> None:
     assert world.look() == Ended(error)
 
 
-@pytest.mark.parametrize("reason", [failures.STORAGE_ERROR, failures.VERSION_MISMATCH])
+@pytest.mark.parametrize("reason", [EndReason.STORAGE_ERROR, EndReason.VERSION_MISMATCH])
 def test_a_host_that_is_set_up_wrongly_is_left_out_and_never_ends_the_job(
     world: World, reason: str
 ) -> None:
@@ -462,7 +461,7 @@ def test_groups_that_keep_failing_start_later_and_later_but_not_if_lost_at_once(
     starts = []
     for incarnation in range(1, 5):
         world.wait(2)
-        world.end((1, incarnation), replace(LOST, reason=failures.DIVERGED))
+        world.end((1, incarnation), replace(LOST, reason=EndReason.DIVERGED))
         since = world.now
         while (1, incarnation + 1) not in world.runs:
             assert world.look(0.25) is None
@@ -604,7 +603,7 @@ def test_too_few_groups_train_on_and_the_shortage_is_told_once(world: World) -> 
     world.train()
     for number, host in ((1, "b"), (2, "c")):
         del world.hosts[host]
-        world.end((number, 0), replace(LOST, reason=failures.HOST_LOST))
+        world.end((number, 0), replace(LOST, reason=EndReason.HOST_LOST))
     for _ in range(200):
         assert world.look() is None
     notes = [n for n in world.told(events.Note) if "the job needs 2" in n.message]
@@ -620,12 +619,12 @@ def test_a_life_stops_its_coordinator_before_it_kills_who_is_left(world: World) 
         world.wait(seconds)
         world.become("current", *world.runs)
         if world.now > 1002:
-            world.failure = Failure(failures.NON_FINITE, "nan")
+            world.failure = Failure(EndReason.NON_FINITE, "nan")
 
     config = replace(world.life.config, wait=wait, kill_on=kill_on)
     policy = ReplacementPolicy(is_wanted=False)
     failure = run_groups(config, world.life.record, policy, lambda run_index: world, 0)
-    assert failure == Failure(failures.NON_FINITE, "nan")
+    assert failure == Failure(EndReason.NON_FINITE, "nan")
     assert world.is_stopped
     assert {host for host, _ in world.killed} == {"a", "b", "c"}
 
@@ -664,7 +663,7 @@ def test_groups_that_never_trained_have_nothing_to_save(world: World) -> None:
     assert world.look() is None
     world.files.pause_request_path.touch()
     ended = world.look()
-    assert ended and ended.failure and ended.failure.reason == failures.PAUSED
+    assert ended and ended.failure and ended.failure.reason == EndReason.PAUSED
 
 
 def test_a_job_without_room_waits_for_the_autoscaler_as_long_as_it_takes(world: World) -> None:
@@ -707,7 +706,7 @@ def test_groups_start_when_the_fewest_fit_and_grow_as_nodes_come(world: World) -
     assert (resized.cause, resized.restarted) == ("room", False)
     # A job that pauses wants no room while it saves.
     del world.hosts["c"]
-    world.end((2, 0), replace(LOST, reason=failures.HOST_LOST))
+    world.end((2, 0), replace(LOST, reason=EndReason.HOST_LOST))
     world.look()
     assert world.num_asks == 1
     world.files.pause_request_path.touch()
@@ -724,7 +723,7 @@ def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(world: 
     world.become("current", (0, 0), (1, 0), (2, 0))
     world.look()
     del world.hosts["b"]
-    world.end((1, 0), replace(LOST, reason=failures.HOST_LOST))
+    world.end((1, 0), replace(LOST, reason=EndReason.HOST_LOST))
     for _ in range(40):
         world.look()
     assert world.num_asks == 1

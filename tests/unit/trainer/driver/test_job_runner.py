@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from tests.harness.builders import spec
 from tests.harness.files import records_in
 from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
-from trainer import failures
 from trainer.driver.attempt import MIRROR_S, PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
 from trainer.driver.autoscale import CapacityManager, CapacityRequest
 from trainer.driver.cluster import Host
 from trainer.driver.job_runner import Bounds, JobRunner, Plan, cause_to_stop, need_of, plan
 from trainer.driver.ray_train import TrainRun
 from trainer.errors import StorageError
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.protocol import events
 from trainer.protocol import requests as requests_module
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
@@ -202,11 +201,11 @@ class World:
 
     def check(self, run_index: int) -> Failure | None:
         hangs = run_index == 0 and self.now >= self.hangs_at
-        return Failure(failures.HANG, "rank 1 stands still") if hangs else None
+        return Failure(EndReason.HANG, "rank 1 stands still") if hangs else None
 
     def kill(self, where: Host, pids: Collection[int]) -> None:
         self.killed.append((where.address, pids))
-        self.end(Failure(failures.WORKERS_LOST, "all ranks were lost"))()
+        self.end(Failure(EndReason.WORKERS_LOST, "all ranks were lost"))()
 
     def change(self, *hosts: Host) -> Callable[[], None]:
         """A step that makes these the hosts of the cluster."""
@@ -322,20 +321,20 @@ def test_workers_on_an_excluded_host_that_they_took_as_others_lacked_do_not_grow
 
 
 def test_after_a_loss_the_job_goes_on_with_what_is_left(world: World) -> None:
-    died = Failure(failures.WORKERS_LOST, "rank 3 was lost", is_death=True, evidence={"host": "b"})
+    died = Failure(EndReason.WORKERS_LOST, "rank 3 was lost", is_death=True, evidence={"host": "b"})
     world.hosts = [host("a", 4), host("b", 2)]
     world.plot = [(5, world.end(died)), (7, world.change(host("a", 4)))]
     outcome = world.runner.run_once(0)
     assert isinstance(outcome, Failure)
-    assert outcome.reason == failures.HOST_LOST, "its host is gone"
+    assert outcome.reason == EndReason.HOST_LOST, "its host is gone"
     world.plot = [(50, world.end())]
     assert world.runner.run_once(1) is None
     assert [run.num_workers for run in world.launched] == [6, 4]
-    assert world.told(events.Resized)[0].cause == failures.HOST_LOST
+    assert world.told(events.Resized)[0].cause == EndReason.HOST_LOST
 
 
 def test_what_the_last_life_held_is_awaited_before_the_size_is_decided(world: World) -> None:
-    killed = world.end(Failure(failures.WORKERS_LOST, "killed"))
+    killed = world.end(Failure(EndReason.WORKERS_LOST, "killed"))
     world.plot = [(5, world.change(host("a", 2))), (5, killed), (7, world.change(host("a", 4)))]
     world.plot += [(20, world.end())]
     assert isinstance(world.runner.run_once(0), Failure)
@@ -344,7 +343,7 @@ def test_what_the_last_life_held_is_awaited_before_the_size_is_decided(world: Wo
 
 
 def test_a_start_without_room_is_tried_again_and_at_last_left_to_ray(world: World) -> None:
-    no_room = Failure(failures.NO_ROOM, "timed out")
+    no_room = Failure(EndReason.NO_ROOM, "timed out")
     outcomes: list[Outcome] = []
     for index in range(4):
         world.plot = [(world.now + 20, world.end(no_room))]
@@ -360,7 +359,7 @@ def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_end
     world.hangs_at = 20
     outcome = world.runner.run_once(0)
     assert isinstance(outcome, Failure)
-    assert outcome.reason == failures.HANG
+    assert outcome.reason == EndReason.HANG
     assert world.killed == [("a", {11, 12})]
     assert world.now >= 22, "first they log what they do"
     config = world.launched[0].config
@@ -425,7 +424,7 @@ def test_a_pause_lets_the_workers_save_and_ends_the_attempt(world: World) -> Non
     for run_index in (1, 2):
         ended = world.runner.run_once(run_index)
         assert isinstance(ended, Failure)
-        assert ended.reason == failures.PAUSED
+        assert ended.reason == EndReason.PAUSED
     assert len(world.launched) == 2, "a paused attempt starts no workers"
 
 

@@ -17,7 +17,6 @@ from ray.exceptions import RaySystemError
 from tests.harness.builders import spec
 from tests.harness.files import records_in
 from tests.harness.wait import scaled
-from trainer import failures
 from trainer.driver import main
 from trainer.driver.attempt import (
     PAUSED,
@@ -31,7 +30,7 @@ from trainer.driver.attempt import (
 )
 from trainer.driver.cluster import hosts_of, kill_workers, shortage
 from trainer.driver.main import choose_layout, start_mirror
-from trainer.failures import Failure
+from trainer.failures import EndReason, Failure
 from trainer.layout.choice import Choice
 from trainer.layout.hosts import HostFacts, Site, site_of
 from trainer.protocol.events import WorkersLost
@@ -65,7 +64,7 @@ def test_a_bad_spec_ends_the_attempt_with_its_fields(
     monkeypatch.setattr(main, "check_versions", lambda: [])
     monkeypatch.setattr(main, "run_until_stopped", main.run_attempt)
     ended = main.end_attempt(context, EventWriter(context.files.stream_path("driver")))
-    assert ended.reason == failures.BAD_SPEC
+    assert ended.reason == EndReason.BAD_SPEC
     assert "embedding_tables" in ended.message
 
 
@@ -97,17 +96,17 @@ def test_a_driver_that_starts_after_its_attempt_has_ended_does_nothing(
     monkeypatch.setattr(main, "run_until_stopped", Mock(return_value=Failure("bad_spec", "ran")))
     ended = main.end_attempt(served, EventWriter(context.files.stream_path("driver")))
     assert asked == ["/v1/attempts/job-1-a0/lease"]
-    assert ended.reason == ("bad_spec" if goes_on else failures.CANCELLED)
+    assert ended.reason == ("bad_spec" if goes_on else EndReason.CANCELLED)
     assert main.run_until_stopped.called is goes_on  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), failures.STORAGE_ERROR),
-        (TimeoutError("Ray does not answer"), failures.WORKERS_LOST),
-        (RaySystemError("GCS does not answer"), failures.WORKERS_LOST),
-        (KeyError("a fault of ours"), failures.TRAINING_ERROR),
+        (OSError(errno.ENOSPC, "No space left on device"), EndReason.STORAGE_ERROR),
+        (TimeoutError("Ray does not answer"), EndReason.WORKERS_LOST),
+        (RaySystemError("GCS does not answer"), EndReason.WORKERS_LOST),
+        (KeyError("a fault of ours"), EndReason.TRAINING_ERROR),
     ],
 )
 def test_an_attempt_whose_run_storage_or_ray_fails_ends_so_that_another_follows(
@@ -118,8 +117,8 @@ def test_an_attempt_whose_run_storage_or_ray_fails_ends_so_that_another_follows(
     ended = main.end_attempt(context, EventWriter(context.files.stream_path("driver")))
     assert ended.reason == reason
     assert str(error) in ended.message
-    assert (str(context.run_dir) in ended.message) is (reason == failures.STORAGE_ERROR)
-    assert ("head node of Ray" in ended.message) is (reason == failures.WORKERS_LOST)
+    assert (str(context.run_dir) in ended.message) is (reason == EndReason.STORAGE_ERROR)
+    assert ("head node of Ray" in ended.message) is (reason == EndReason.WORKERS_LOST)
 
 
 def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:
@@ -135,7 +134,7 @@ def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list
 
 
 def test_workers_that_may_do_better_start_again_and_each_end_is_told(attempt: Attempt) -> None:
-    lost = Failure(failures.HANG, "rank 3", evidence={"host": "10.0.0.3"})
+    lost = Failure(EndReason.HANG, "rank 3", evidence={"host": "10.0.0.3"})
     ended, indices, _ = run(attempt, [lost, lost, None])
     assert ended is None
     assert indices == [0, 1, 2]
@@ -146,7 +145,7 @@ def test_workers_that_may_do_better_start_again_and_each_end_is_told(attempt: At
 
 
 def test_a_spent_budget_ends_the_attempt_with_the_last_failure(attempt: Attempt) -> None:
-    lost = [Failure(failures.WORKERS_LOST, f"life {index}") for index in range(3)]
+    lost = [Failure(EndReason.WORKERS_LOST, f"life {index}") for index in range(3)]
     ended, _, _ = run(attempt, list(lost))
     assert ended == lost[2]
     assert [e.will_restart for e in records_in(attempt.context.files, WorkersLost)] == [
@@ -157,8 +156,8 @@ def test_a_spent_budget_ends_the_attempt_with_the_last_failure(attempt: Attempt)
 
 
 def test_what_the_next_attempt_would_do_otherwise_ends_this_one(attempt: Attempt) -> None:
-    context = replace(attempt.context, end_on=frozenset({failures.DEVICE_OOM}))
-    short = Failure(failures.DEVICE_OOM, "rank 3")
+    context = replace(attempt.context, end_on=frozenset({EndReason.DEVICE_OOM}))
+    short = Failure(EndReason.DEVICE_OOM, "rank 3")
     ended, indices, _ = run(replace(attempt, context=context), [short])
     assert (ended, indices) == (short, [0])
     assert [e.will_restart for e in records_in(attempt.context.files, WorkersLost)] == [False]
@@ -192,8 +191,8 @@ def test_hosts_to_avoid_and_reasons_to_end_on_come_by_the_environment(tmp_path: 
 
 
 def test_lost_hosts_do_not_spend_the_budget_but_wait_longer_each_time(attempt: Attempt) -> None:
-    host_lost = Failure(failures.HOST_LOST, "gone")
-    paid = Failure(failures.WORKERS_LOST, "killed")
+    host_lost = Failure(EndReason.HOST_LOST, "gone")
+    paid = Failure(EndReason.WORKERS_LOST, "killed")
     ended, _, waited = run(attempt, [host_lost] * 6 + [paid, paid, None])
     assert ended is None
     assert waited[0] == 0.0
@@ -267,7 +266,7 @@ def test_a_layout_that_lacks_hosts_waits_for_them() -> None:
 def test_hosts_that_never_come_are_no_room_and_a_pause_does_not_wait_for_them() -> None:
     with pytest.raises(AttemptFailed) as caught:
         choose(SURVIVOR, hosts(8))
-    assert caught.value.failure.reason == failures.NO_ROOM
+    assert caught.value.failure.reason == EndReason.NO_ROOM
     assert "add 1 host" in caught.value.failure.message
     with pytest.raises(AttemptFailed) as paused:
         choose(SURVIVOR, hosts(8), hosts(8, 4), is_pausing=True)
@@ -280,7 +279,7 @@ def test_a_layout_that_no_cluster_can_give_is_refused_at_once() -> None:
     resources = job.resources.model_copy(update={"memory_bytes_per_worker": 100})
     with pytest.raises(AttemptFailed) as caught:
         choose(job.model_copy(update={"resources": resources}), hosts(4, 4))
-    assert caught.value.failure.reason == failures.BAD_SPEC
+    assert caught.value.failure.reason == EndReason.BAD_SPEC
 
 
 def test_a_given_layout_is_not_refused_for_lack_of_room() -> None:

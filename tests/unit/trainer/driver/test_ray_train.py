@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer import failures
-from trainer.failures import Failure, WorkerFailure
+from trainer.failures import EndReason, Failure, WorkerFailure
 
 pytest.importorskip("ray", reason="classification reads Ray's exception types")
 
@@ -62,25 +62,25 @@ def died(text: str, preempted: bool = False) -> Failure:
 def test_a_fault_named_by_a_worker_is_the_cause_with_its_evidence() -> None:
     failure = classified(
         {
-            0: WorkerFailure(failures.WORKERS_LOST, "connection closed by peer"),
-            2: WorkerFailure(failures.DATA_ERROR, "part-00000, row 5", {"exception": "DataError"}),
+            0: WorkerFailure(EndReason.WORKERS_LOST, "connection closed by peer"),
+            2: WorkerFailure(EndReason.DATA_ERROR, "part-00000, row 5", {"exception": "DataError"}),
         }
     )
-    assert failure.reason == failures.DATA_ERROR
+    assert failure.reason == EndReason.DATA_ERROR
     assert failure.message == "rank 2: part-00000, row 5"
     assert failure.evidence == {"rank": "2", "exception": "DataError"}
 
 
 def test_a_dead_worker_is_a_loss_whatever_its_peers_say() -> None:
     failure = classified({0: ValueError("odd"), 3: ActorDiedError()})
-    assert failure.reason == failures.WORKERS_LOST
+    assert failure.reason == EndReason.WORKERS_LOST
     assert failure.is_death
     assert failure.evidence["rank"] == "3"
 
 
 def test_ray_guesses_at_a_death_are_no_evidence() -> None:
     failure = died(KILLED)
-    assert failure.reason == failures.WORKERS_LOST
+    assert failure.reason == EndReason.WORKERS_LOST
     assert failure.evidence["host"] == "10.0.0.3"
     assert failure.evidence["pid"] == "8358"
     assert failure.evidence["exit"].startswith("SYSTEM_ERROR: Worker unexpectedly exits")
@@ -88,36 +88,36 @@ def test_ray_guesses_at_a_death_are_no_evidence() -> None:
 
 def test_a_dead_node_is_a_lost_host() -> None:
     assert died("The actor died because its node has died. Node Id: 1968").reason == (
-        failures.HOST_LOST
+        EndReason.HOST_LOST
     )
-    assert classified({0: NodeDiedError("unreachable")}).reason == failures.HOST_LOST
+    assert classified({0: NodeDiedError("unreachable")}).reason == EndReason.HOST_LOST
 
 
 def test_the_memory_monitors_victim_ran_out_of_memory() -> None:
     text = "Task was killed due to the node running low on memory. Memory on the node was 0.97"
-    assert died(text).reason == failures.HOST_OOM
-    assert classified({1: MemoryError("16 GiB")}).reason == failures.HOST_OOM
-    assert classified({0: OutOfMemoryError("threshold")}).reason == failures.HOST_OOM
+    assert died(text).reason == EndReason.HOST_OOM
+    assert classified({1: MemoryError("16 GiB")}).reason == EndReason.HOST_OOM
+    assert classified({0: OutOfMemoryError("threshold")}).reason == EndReason.HOST_OOM
 
 
 def test_a_preempted_node_is_told_from_a_lost_one() -> None:
     failure = died("The actor died because its node has died.", preempted=True)
-    assert failure.reason == failures.PREEMPTED
+    assert failure.reason == EndReason.PREEMPTED
 
 
 def test_an_error_in_training_code_is_told_with_its_type() -> None:
     failure = classified({1: ZeroDivisionError("division by zero")})
-    assert failure.reason == failures.TRAINING_ERROR
+    assert failure.reason == EndReason.TRAINING_ERROR
     assert failure.message == "rank 1: ZeroDivisionError: division by zero"
     assert failure.evidence["exception"] == "ZeroDivisionError: division by zero"
 
 
 def test_workers_that_found_no_room_in_time_are_told_from_those_that_died() -> None:
     timeout = classify(ControllerError(WorkerGroupStartupTimeoutError(4)))
-    assert timeout.reason == failures.NO_ROOM
+    assert timeout.reason == EndReason.NO_ROOM
     start = WorkerGroupStartupFailedError("ActorDiedError: its node has died. ip: 10.0.0.3")
     gone = classify(ControllerError(start))
-    assert (gone.reason, gone.evidence["host"]) == (failures.HOST_LOST, "10.0.0.3")
+    assert (gone.reason, gone.evidence["host"]) == (EndReason.HOST_LOST, "10.0.0.3")
 
 
 def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_why(
@@ -129,7 +129,7 @@ def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_
     )
     with pytest.raises(failures.WorkerFailure, match=r"1\.2\.3 at the driver") as raised:
         check_machine(config, "10.0.0.2")
-    assert raised.value.reason == failures.VERSION_MISMATCH
+    assert raised.value.reason == EndReason.VERSION_MISMATCH
     assert raised.value.evidence == {"host": "10.0.0.2"}
     config.versions = versions_here()
     with monkeypatch.context() as patch:
@@ -138,7 +138,7 @@ def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_
             check_machine(config, "10.0.0.2")
     with pytest.raises(failures.WorkerFailure, match="mount the service's run storage") as raised:
         check_machine(config, "10.0.0.2")
-    assert raised.value.reason == failures.STORAGE_ERROR
+    assert raised.value.reason == EndReason.STORAGE_ERROR
     assert not files.resolved_spec_path.parent.exists()
     files.resolved_spec_path.parent.mkdir(parents=True)
     files.resolved_spec_path.touch()

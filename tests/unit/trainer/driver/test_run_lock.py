@@ -15,7 +15,7 @@ from tests.harness.clock import FakeClock
 from trainer.driver import main, run_lock
 from trainer.driver.attempt import AttemptFailed, DriverContext
 from trainer.driver.run_lock import Owner, RunLock, hold_run, is_gone
-from trainer.failures import BAD_SPEC, RUN_IN_USE, Failure
+from trainer.failures import EndReason, Failure
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
 
@@ -42,7 +42,7 @@ def test_the_second_attempt_is_refused_by_the_name_of_the_first(tmp_path: Path) 
     lock(tmp_path, "job-a0").acquire()
     with pytest.raises(AttemptFailed, match=rf"job-a0 \(process {os.getpid()} on ") as refused:
         lock(tmp_path, "job-a1").acquire()
-    assert refused.value.failure.reason == RUN_IN_USE
+    assert refused.value.failure.reason == EndReason.RUN_IN_USE
     assert str(tmp_path) in str(refused.value)
 
 
@@ -172,7 +172,7 @@ def test_a_driver_refuses_a_folder_in_use_and_holds_its_own(
 
     def attempt(context: DriverContext, writer: EventWriter) -> Failure:
         held.append("job-1-a1" in RunDir(tmp_path).lock_path.read_text())
-        return Failure(BAD_SPEC, "the end")
+        return Failure(EndReason.BAD_SPEC, "the end")
 
     monkeypatch.setattr(main, "check_versions", lambda: [])
     monkeypatch.setattr(main, "run_until_stopped", attempt)
@@ -180,9 +180,9 @@ def test_a_driver_refuses_a_folder_in_use_and_holds_its_own(
     first = lock(tmp_path, "job-1-a0")
     first.acquire()
     refused = main.end_attempt(context, writer)
-    assert (refused.reason, held) == (RUN_IN_USE, [])
+    assert (refused.reason, held) == (EndReason.RUN_IN_USE, [])
     assert "job-1-a0 (process " in refused.message
     first.release()
-    assert main.end_attempt(context, writer).reason == BAD_SPEC
+    assert main.end_attempt(context, writer).reason == EndReason.BAD_SPEC
     assert held == [True]
     assert not RunDir(tmp_path).lock_path.exists()

@@ -14,8 +14,7 @@ from torch import nn
 from tests.conftest import REPO
 from tests.harness.small_model import plain_batch
 from tests.unit.trainer.models.test_recommender import CPU, POOLED, jagged, make_batch, make_spec
-from trainer import failures
-from trainer.failures import UserCodeError, WorkerFailure
+from trainer.failures import EndReason, UserCodeError, WorkerFailure
 from trainer.models.networks import build_model
 from trainer.models.user_module import UserRecommender, load_class
 from trainer.spec import load_spec
@@ -161,7 +160,7 @@ def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(write: Write
     with pytest.raises(WorkerFailure) as caught, named_failures():
         model(make_batch(spec))
     failure = caught.value
-    assert failure.reason == failures.USER_CODE
+    assert failure.reason == EndReason.USER_CODE
     assert 'at "own_b.py", line 19, in deeper' in failure.message
     told = failure.evidence["traceback"].splitlines()
     assert told[0] == '  File "own_b.py", line 14, in forward'
@@ -206,13 +205,13 @@ def test_a_module_that_is_nowhere_says_how_to_ship_it() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ConnectionRefusedError(111, "Connection refused"), failures.USER_CODE),
-        (FileNotFoundError(2, "No such file"), failures.USER_CODE),
-        (RuntimeError("timed out waiting for my feature server"), failures.USER_CODE),
-        (SystemExit(2), failures.USER_CODE),
-        (RuntimeError("[c10d] Timed out waiting for 2 ranks"), failures.WORKERS_LOST),
-        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), failures.WORKERS_LOST),
-        (MemoryError("std::bad_alloc"), failures.HOST_OOM),
+        (ConnectionRefusedError(111, "Connection refused"), EndReason.USER_CODE),
+        (FileNotFoundError(2, "No such file"), EndReason.USER_CODE),
+        (RuntimeError("timed out waiting for my feature server"), EndReason.USER_CODE),
+        (SystemExit(2), EndReason.USER_CODE),
+        (RuntimeError("[c10d] Timed out waiting for 2 ranks"), EndReason.WORKERS_LOST),
+        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), EndReason.WORKERS_LOST),
+        (MemoryError("std::bad_alloc"), EndReason.HOST_OOM),
     ],
 )
 def test_the_users_own_connections_and_exits_are_no_loss_of_a_peer(
@@ -230,7 +229,7 @@ def test_a_collective_that_ends_below_the_users_forward_is_a_lost_peer() -> None
     exec(compile(source, torch.__file__, "exec"), names)
     with pytest.raises(WorkerFailure) as caught, named_failures("own:Own"):
         answering(names["raising"])
-    assert caught.value.reason == failures.WORKERS_LOST
+    assert caught.value.reason == EndReason.WORKERS_LOST
 
 
 def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(write: Write) -> None:
@@ -248,11 +247,11 @@ def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(write: Write) -> 
     loss, _ = model(make_batch(make_spec(POOLED[:1])))
     with pytest.raises(WorkerFailure) as caught, named_failures("own_j:Net"):
         loss.backward()
-    assert caught.value.reason == failures.USER_CODE
+    assert caught.value.reason == EndReason.USER_CODE
     assert "KeyError: 'gamma' (at \"own_j.py\", line 9, in backward)" in caught.value.message
     with pytest.raises(WorkerFailure) as caught, named_failures("own_j:Net"):
         raise OSError("No space left on device")
-    assert caught.value.reason == failures.STORAGE_ERROR
+    assert caught.value.reason == EndReason.STORAGE_ERROR
 
 
 BAGS = """

@@ -12,9 +12,9 @@ import pytest
 from tests.harness.builders import spec
 from tests.harness.clock import FakeClock
 from tests.unit.trainer.driver.scripted import attempt_in
-from trainer import failures
 from trainer.driver.attempt import AttemptFailed, DriverContext, fetch_secrets
 from trainer.driver.main import with_secrets
+from trainer.failures import EndReason
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import (
     MATCHED_STACKS,
@@ -59,7 +59,7 @@ def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None
 def test_a_refusal_ends_the_attempt_at_once_and_patience_has_an_end() -> None:
     with pytest.raises(AttemptFailed, match=r"refuses.*403") as caught:
         Service(403).fetch()
-    assert caught.value.failure.reason == failures.STORAGE_ERROR
+    assert caught.value.failure.reason == EndReason.STORAGE_ERROR
     with pytest.raises(AttemptFailed, match="does not give"):
         Service(*[0] * 6).fetch()
 

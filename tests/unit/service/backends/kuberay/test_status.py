@@ -18,8 +18,8 @@ from service.backends.kuberay.status import (
     pod_problem_in,
 )
 from service.domain.models import EndReason, ObservedState
-from service.domain.retries import RULES, Budget
 from tests.harness.kuberay import ATTEMPT, rayjob
+from trainer.failures import Budget
 
 _DEPLOYMENTS = [
     *("", "Initializing", "Running", "Complete", "Failed", "ValidationFailed"),
@@ -64,7 +64,7 @@ def test_why_the_operator_gave_up_decides_who_pays() -> None:
         seen = observation_of(found)
         assert (seen.state, seen.reason) == (ObservedState.FAILED, reason)
         assert name in seen.message and "as it says" in seen.message
-        assert RULES[reason or EndReason.DRIVER_LOST].budget is budget
+        assert (reason or EndReason.DRIVER_LOST).rule.budget is budget
 
 
 def test_a_head_that_was_never_reached_is_not_lost() -> None:

@@ -21,7 +21,6 @@ from tests.unit.trainer.elastic.coordinator.elastic_world import (
     World,
 )
 from tests.unit.trainer.spec.test_spec import changed
-from trainer import failures
 from trainer.checkpoint.manager import SaveStanding, TrainState
 from trainer.coordination.client import LOCATE_S, finding_s
 from trainer.coordination.detection import RankId
@@ -50,6 +49,7 @@ from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.rounds import OpenRound
 from trainer.elastic.group_session import GroupSession, Interval
 from trainer.errors import TooManyBadRowsError
+from trainer.failures import EndReason
 from trainer.spec.parallelism import SyncSpec
 from trainer.training.metrics import QuarantineReporter
 
@@ -724,7 +724,7 @@ def test_copies_that_differ_end_the_run_where_asked_or_where_no_group_is_whole(
     world.spoilt.update(spoilt)
     world.run_until(lambda: world.status.failure)
     failure = world.status.failure
-    assert failure and failure.reason == failures.DIVERGED
+    assert failure and failure.reason == EndReason.DIVERGED
     assert f"users, shard 0, on rank(s) {ranks}" in failure.message
 
 

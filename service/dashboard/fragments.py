@@ -6,7 +6,7 @@ these fragments again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import isfunction
 from typing import Any
 
@@ -17,6 +17,7 @@ from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import spec_text, views
 from service.dashboard.groups import grid_then, member_grid
 from service.dashboard.shell import MOUNT_PATH
+from service.dashboard.snapshots import JobSnapshot
 from service.domain.models import Attempt, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
 from service.domain.sharding import (
@@ -39,6 +40,8 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+# Draws a snapshot of a job, at a Unix time in seconds.
+Drawn = Callable[[JobSnapshot, float], str]
 # Templates call what these modules define, also as a filter: `{{ job.created_at | age(now) }}`.
 _WORDS = {
     name: each
@@ -58,6 +61,11 @@ _templates.globals |= _WORDS | {
 
 def render(template: str, **values: object) -> str:
     return _templates.get_template(template).render(**values)
+
+
+def drawn(template: str) -> Drawn:
+    """Draws a snapshot by a template, which has its fields and `now`."""
+    return lambda snapshot, now: render(template, **vars(snapshot), now=now)
 
 
 def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:

@@ -47,6 +47,7 @@ class JobPage:
         # What the charts show, too.
         self._drawn: JobSnapshot | None = None
         self._panels: list[Panel] = []
+        self._parts: list[tuple[ui.html, fragments.Drawn]] = []
         self._timer: ui.timer | None = None
 
     async def build(self) -> None:
@@ -132,15 +133,16 @@ class JobPage:
             ui.label(self._snapshot.job.name)
         self._gone = ui.label().classes("notice tone-warn").props("role=status")
         with ui.element("div").classes("job-head"):
-            self._heading = ui.html(sanitize=False).classes("heading")
+            head = self._part(lambda at, now: fragments.heading(at.job, now, at.attempts))
+            head.classes("heading")
             with ui.element("div").classes("course-buttons"):
                 job_id = self._snapshot.job.id
                 link_button("Compare", f"{MOUNT_PATH}/compare?jobs={job_id}")
                 if self._rest.reader().may_somewhere(Role.SUBMITTER):
                     link_button("New from this", f"{MOUNT_PATH}/new?source={job_id}")
                 self._panel(ActionsPanel)
-        self._progress = ui.html(sanitize=False).classes("panel progress-panel")
-        self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
+        self._part(fragments.drawn("progress.html")).classes("panel progress-panel")
+        self._part(fragments.drawn("figures.html"), tag="dl").classes("figures")
         self._panel(PlacementPanel)
 
     def _build_body(self) -> None:
@@ -156,11 +158,10 @@ class JobPage:
             with ui.element("div").classes("side"):
                 self._panel(GridPanel)
                 with panel("Timeline", "timeline-panel"):
-                    self._timeline = (
-                        ui.html(sanitize=False).classes("timeline-scroll").props("tabindex=0")
-                    )
+                    made = self._part(fragments.drawn("timeline.html"))
+                    made.classes("timeline-scroll").props("tabindex=0")
         with panel("Sharding", "sharding-panel"):
-            self._sharding = ui.html(sanitize=False)
+            self._part(lambda at, now: fragments.sharding(at.job, at.timeline))
 
     def _build_tabs(self) -> None:
         with ui.element("section").classes("panel tabs-panel"):
@@ -172,12 +173,12 @@ class JobPage:
                 with ui.tab_panel("Logs"):
                     self._logs = LogView(self._rest.context.settings, self._job_id)
                 with ui.tab_panel("Checkpoints"):
-                    self._checkpoints = ui.html(sanitize=False)
+                    self._part(fragments.drawn("checkpoints.html"))
                     self._exports = self._panel(ExportPanel)
                 with ui.tab_panel("Traces"):
                     self._panel(TracePanel)
                 with ui.tab_panel("Attempts"):
-                    self._attempts = ui.html(sanitize=False)
+                    self._part(fragments.drawn("attempts.html"))
                 with ui.tab_panel("Spec"):
                     self._parent = ui.html(sanitize=False)
                     self._parent.set_visibility(False)
@@ -187,23 +188,21 @@ class JobPage:
 
     def _show(self, snapshot: JobSnapshot) -> None:
         self._snapshot = snapshot
-        job, now = snapshot.job, time.time()
-        self._heading.set_content(fragments.heading(job, now, snapshot.attempts))
-        self._progress.set_content(fragments.render("progress.html", job=job))
-        self._figures.set_content(fragments.render("figures.html", job=job))
-        timeline = fragments.render("timeline.html", job=job, events=snapshot.timeline)
-        self._timeline.set_content(timeline)
-        self._sharding.set_content(fragments.sharding(job, snapshot.timeline))
-        found = fragments.render("checkpoints.html", checkpoints=snapshot.checkpoints, now=now)
-        self._checkpoints.set_content(found)
-        tried = fragments.render("attempts.html", job=job, attempts=snapshot.attempts, now=now)
-        self._attempts.set_content(tried)
+        now = time.time()
+        for made, draw in self._parts:
+            made.set_content(draw(snapshot, now))
         for each in self._panels:
             each.show(snapshot, now)
 
     def _redraw(self, view: charts.ChartView) -> None:
         for chart in self._charts:
             chart.draw(view)
+
+    def _part(self, draw: fragments.Drawn, tag: str = "div") -> ui.html:
+        """A part of the page that only shows, drawn of each snapshot."""
+        made = ui.html(sanitize=False, tag=tag)
+        self._parts.append((made, draw))
+        return made
 
     def _panel(self, kind: type[PanelKind]) -> PanelKind:
         made = kind(self._rest, self._snapshot, self.refresh)

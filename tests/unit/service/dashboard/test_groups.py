@@ -258,7 +258,7 @@ def test_a_degraded_job_is_marked_in_list_and_heading() -> None:
 
 def test_the_evidence_of_an_end_is_shown_with_its_attempt_and_what_to_change() -> None:
     job, timeline = scene(workers_lost().model_copy(update={"evidence": {"exit": "-9"}}))
-    assert "exit: -9" in fragments.render("timeline.html", job=job, events=timeline)
+    assert "exit: -9" in fragments.render("timeline.html", job=job, timeline=timeline)
     report = ReportedEnd(EndReason.DEVICE_OOM, "killed", NOW, {"signal": "9", "host": HOSTS[1]})
     attempt = replace(attempt_of(job), end_reason=EndReason.DEVICE_OOM, reported_end=report)
     html = fragments.render("attempts.html", job=job, attempts=[attempt], now=NOW)
@@ -287,7 +287,7 @@ def test_text_of_records_cannot_become_markup() -> None:
         + fragments.sharding(*told)
     )
     html += fragments.heading(failed, NOW) + fragments.render(
-        "timeline.html", job=told[0], events=told[1]
+        "timeline.html", job=told[0], timeline=told[1]
     )
     assert "<img" not in html
     assert "&lt;img" in html

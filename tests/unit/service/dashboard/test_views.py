@@ -178,7 +178,7 @@ def test_an_event_is_coloured_by_what_it_means() -> None:
 
 def test_the_timeline_is_newest_first_limited_and_counts_from_submission() -> None:
     events = [event("note", id=n, time=NOW + n) for n in range(300)]
-    html = fragments.render("timeline.html", job=running_job(), events=events)
+    html = fragments.render("timeline.html", job=running_job(), timeline=events)
     clocks = re.findall(r"<time>(.*)</time>", html)
     assert (len(clocks), clocks[:3]) == (200, ["+04:59", "+04:58", "+04:57"])
 

@@ -27,7 +27,7 @@ _OPTIMIZERS = {
 def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
     """(subject, policy in words), in reading order; a single copy has no replica policies."""
     facts = [("Failure domain", _domain_text(spec)), ("Sync", sync_text(spec))]
-    if not _is_single_copy(spec):
+    if not spec.parallelism.is_single_copy:
         facts += [
             ("Optimizer state", _state_text(spec)),
             ("Dense part", _dense_text(spec)),
@@ -38,11 +38,11 @@ def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
 
 def sync_text(spec: JobSpec) -> str:
     """When replicas are averaged, and what is sent: rows in fp32, else their changes."""
-    if _is_single_copy(spec):
+    if spec.parallelism.is_single_copy:
         return "none: there is one copy of the tables"
     sync = spec.parallelism.sync
     sent = "" if sync.dtype == "fp32" else "the changes of "
-    if sync.mode == "full" or spec.optimizer.sparse.changes_untouched_rows:
+    if spec.syncs_every_row:
         sent += "every row"
     else:
         sent += "the rows touched since the last sync"
@@ -105,11 +105,6 @@ def _domain_text(spec: JobSpec) -> str:
         "replica_group": f"a sharding group: the others train on when {lost} lost",
         None: "decided with the layout",
     }[failure_domain_of(spec)]
-
-
-def _is_single_copy(spec: JobSpec) -> bool:
-    parallelism = spec.parallelism
-    return parallelism.shard_group_size != "auto" and parallelism.num_replicas == 1
 
 
 def _check_text(spec: JobSpec) -> str:

@@ -396,8 +396,8 @@ def synced_rows(spec: JobSpec, table: EmbeddingTableSpec, num_rows: int) -> int:
     """Rows of a table of `num_rows` that a sync averages, if no id comes twice."""
     sync = spec.parallelism.sync
     num_lookups = sync.intervals[0] * spec.lookups_per_step(table)
-    is_full = sync.mode == "full" or spec.optimizer.sparse.changes_untouched_rows
-    return num_rows if is_full or num_lookups > sync.full_above * num_rows else num_lookups
+    is_full = spec.syncs_every_row or num_lookups > sync.full_above * num_rows
+    return num_rows if is_full else num_lookups
 
 
 def synced_row_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> int:

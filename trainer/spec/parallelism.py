@@ -236,6 +236,11 @@ class ParallelismSpec(SpecModel):
         return self.world_size // self.group_size
 
     @property
+    def is_single_copy(self) -> bool:
+        """Whether it is known that there is one copy of the tables, and nothing to sync."""
+        return self.shard_group_size != "auto" and self.num_replicas == 1
+
+    @property
     def spare_workers(self) -> int:
         """Workers of the spare groups, at least: while L is `auto` one each."""
         return self.spares * (1 if self.shard_group_size == "auto" else self.shard_group_size)
@@ -257,8 +262,7 @@ class ParallelismSpec(SpecModel):
         """
         if self.survive is not None:
             return "replica_group"
-        is_single = self.shard_group_size != "auto" and self.num_replicas == 1
-        if is_single or self.placement == "intra_host" or self.tied_by:
+        if self.is_single_copy or self.placement == "intra_host" or self.tied_by:
             return "job"
         if self.placement == "auto":
             raise ValueError("parallelism.placement is still 'auto'")
@@ -371,7 +375,7 @@ class ParallelismSpec(SpecModel):
     def _check_single_copy(self, info: ValidationInfo) -> Self:
         # What was asked of several copies does no harm where a choice left one.
         is_chosen = bool(info.context and info.context.get("chosen"))
-        if self.shard_group_size == "auto" or self.num_replicas > 1 or is_chosen:
+        if not self.is_single_copy or is_chosen:
             return self
         # A stored spec holds every default, so only another value says that a user asked for it.
         for field, is_asked in (

@@ -99,6 +99,12 @@ class JobSections(SpecModel):
         return float(self.parallelism.num_replicas) if scale == "auto" else scale
 
     @property
+    def syncs_every_row(self) -> bool:
+        """Whether syncs average every row, as asked or because decay changes them all."""
+        is_full = self.parallelism.sync.mode == "full"
+        return is_full or self.optimizer.sparse.changes_untouched_rows
+
+    @property
     def table_bytes(self) -> int | None:
         """S: one whole copy of the tables with optimizer state; None while a size is `auto`."""
         sizes = [self.size_bytes(table) for table in self.embedding_tables]
@@ -148,10 +154,9 @@ class JobSections(SpecModel):
         """
         assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
         parallelism, optimizer = self.parallelism, self.optimizer.sparse
-        if parallelism.shard_group_size != "auto" and parallelism.num_replicas == 1:
+        if parallelism.is_single_copy:
             return 0
-        sync, num_rows = parallelism.sync, table.num_embeddings
-        is_full = sync.mode == "full" or optimizer.changes_untouched_rows
+        sync, num_rows, is_full = parallelism.sync, table.num_embeddings, self.syncs_every_row
         num_lookups = sync.intervals[-1] * self.lookups_per_step(table)
         if not is_full and (sync.dtype != "fp32" or num_lookups <= sync.full_above * num_rows):
             num_rows = min(num_rows, num_lookups)

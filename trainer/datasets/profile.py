@@ -23,8 +23,9 @@ import pyarrow.parquet as pq
 from trainer.data.manifest import MANIFEST_NAME, Manifest, read_footer, read_manifest
 from trainer.data.parquet import as_read, is_data_file
 from trainer.data.transforms import Moments
-from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, find_sources
+from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA
 from trainer.datasets.io.csv_reader import cells_of, read_blocks, whole_rows
+from trainer.datasets.io.sources import find_sources
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.storage import Location
 
@@ -318,7 +319,7 @@ def _files(location: Location) -> Sequence[Location]:
             return nested
         if not location.list():
             raise SourceMissingError(f"{location} holds neither {MANIFEST_NAME} nor data files")
-    return find_sources([location.text])
+    return find_sources([location])
 
 
 def sniff_text(file: Location) -> TextFormat:

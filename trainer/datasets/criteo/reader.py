@@ -10,82 +10,13 @@ from __future__ import annotations
 import codecs
 import io
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import polars as pl
 
-from trainer.datasets.io.csv_reader import COMPRESSIONS
-from trainer.errors import (
-    BadValueError,
-    CorruptFileError,
-    DataError,
-    SourceMissingError,
-    TooManyBadRowsError,
-)
-from trainer.storage import Location
-
-
-def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
-    """The files meant: those named, and all files of folders named, `day_2` before `day_10`.
-
-    Raises `SourceMissingError` where there is none.
-    """
-    found: list[Location] = []
-    for text in texts:
-        location = Location.parse(text)
-        if location.is_dir():
-            files = [file for file in location.list() if _is_data(file.name)]
-            found += sorted(files, key=lambda file: _natural(file.name))
-        elif location.exists():
-            found.append(location)
-        else:
-            raise SourceMissingError(f"{location} is missing; name a file, or a folder of them")
-    if not found:
-        raise SourceMissingError(f"no files with rows in {', '.join(texts)}; name such files")
-    return tuple(found)
-
-
-def check_distinct(files: Sequence[Location]) -> None:
-    """Raise `SourceMissingError` where rows would count twice, perhaps in both parts of the data.
-
-    That is: where a file is named twice, by whatever paths or links, or lies beside itself
-    compressed.
-    """
-    known: dict[object, Location] = {}
-    for file in files:
-        end = next((end for end in COMPRESSIONS if file.name.endswith(end)), "")
-        names = {_identity(file), ("plain", file.root, file.path.removesuffix(end))}
-        if earlier := next((known[name] for name in names if name in known), None):
-            raise SourceMissingError(
-                f"{file} and {earlier} are the same rows, which would be counted twice; name or "
-                "keep only one of them"
-            )
-        known |= dict.fromkeys(names, file)
-
-
-def _identity(file: Location) -> object:
-    """Equal for two paths of one file, symbolic and hard links included."""
-    if not file.is_local:
-        return file.text
-    status = file.local_path.stat()
-    return status.st_dev, status.st_ino
-
-
-def _is_data(name: str) -> bool:
-    """Whether a file of a folder is meant: no hidden one, no description."""
-    is_hidden = name.startswith((".", "_"))
-    return not is_hidden and not name.endswith((".json", ".md")) and "readme" not in name.lower()
-
-
-def _natural(name: str) -> list[str | int]:
-    """Sorts runs of digits by their value; texts and numbers alternate, so they compare."""
-    parts = re.split(r"(\d+)", name)
-    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
-
+from trainer.datasets.io.shuffle import BadLines
+from trainer.errors import BadValueError, CorruptFileError, DataError
 
 Value = TypeVar("Value")
 NUM_DENSE = 13
@@ -111,8 +42,7 @@ SCHEMA = by_column(pl.Int64(), pl.Int64(), pl.String())
 # A raw id that was not given. It sorts before every other and is counted like any other.
 MISSING = -1
 MAX_RAW_ID = 0xFFFF_FFFF
-Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
-_Rule = tuple[Kind, str, re.Pattern[str]]
+_Rule = tuple[str, str, re.Pattern[str]]
 # What Polars takes for a number, leading blanks and zeros included.
 _LABEL: _Rule = ("label", "0 or 1", re.compile(r" *(?:\+?0*[01]|-0+)"))
 _INTEGER = re.compile(r" *(?:[+-]?0*[0-9]{1,18})?")
@@ -139,7 +69,7 @@ def _rows_of(block: bytes) -> pl.DataFrame:
     return rows.with_columns(pl.col(LABEL).cast(pl.UInt8), ids.cast(pl.UInt32))
 
 
-def _fault_of(line: bytes, source: str, number: int) -> tuple[Kind, DataError]:
+def _fault_of(line: bytes, source: str, number: int) -> tuple[str, DataError]:
     """The first fault of a bad line without its end, in a word and as an error."""
     try:
         text = line.decode("utf-8")
@@ -180,34 +110,6 @@ def _column_fault(text: str, num_cells: int) -> str:
     return f"{wanted}; was the file cut or edited?"
 
 
-_NUM_SHOWN = 5
-
-
-@dataclass
-class BadLines:
-    """Skipped lines: how many of each kind of fault, and the first few in words; JSON values."""
-
-    num_of_kind: Counter[str] = field(default_factory=Counter)
-    shown: list[str] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        return self.num_of_kind.total()
-
-    def add(self, kind: Kind, error: DataError) -> None:
-        self.num_of_kind[kind] += 1
-        if len(self.shown) < _NUM_SHOWN:
-            self.shown.append(str(error))
-
-    def merge(self, later: Mapping[str, Any]) -> None:
-        """Count what `vars` gives of later lines."""
-        self.num_of_kind.update(later["num_of_kind"])
-        self.shown = [*self.shown, *later["shown"]][:_NUM_SHOWN]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_of_kind.items()))
-
-
 def parse_lines(
     block: bytes, source: str, first_line: int, bad: BadLines | None = None
 ) -> pl.DataFrame:
@@ -232,25 +134,3 @@ def parse_lines(
             bad.add(kind, error)
         block = b"".join(lines[number] + b"\n" for number in good)
     return _rows_of(block).with_columns(pl.Series("line", good))
-
-
-def check_bound(source: str, num_lines: int, bad: BadLines, others: int, bound: float) -> None:
-    """Raise `TooManyBadRowsError` where more lines are left out than may be.
-
-    `bad` is of the `num_lines` lines of the file `source`, `others` were left out of files before.
-    A `bound` below 1 is a share of each file's lines, another the number in all files. A file
-    without a good line is refused whatever the bound.
-    """
-    is_share = bound < 1
-    if bad.total == num_lines:
-        wanted = "not one can be read; is it a Criteo file?"
-    elif is_share and bad.total > bound * num_lines:
-        wanted = f"more than the share {bound:g} that --max-bad-lines lets be left out"
-    elif not is_share and bad.total + others > bound:
-        wanted = f"with {others} of other files more than the {bound:.0f} of --max-bad-lines"
-    else:
-        return
-    raise TooManyBadRowsError(
-        f"{source}: {bad.total} of its {num_lines} lines are bad ({bad}), {wanted}. The first: "
-        f"{bad.shown[0]}"
-    )

@@ -92,7 +92,7 @@ def pieces_of(rows: range, rows_of_units: IntArray) -> list[tuple[int, int, int]
 
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
-VERSION = 7
+_VERSION = 7
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
@@ -118,8 +118,8 @@ def prepare_movielens(
     out = Location.parse(out)
     # What the result's bytes depend on: unfinished work is resumed only where all is equal.
     work = {
-        "kind": "movielens",
-        "version": VERSION,
+        "command": "prepare movielens",
+        "version": _VERSION,
         "source": str(source),
         "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},
         "options": options.model_dump(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ from tests.harness.files import digest
 from tests.unit.trainer.datasets.criteo.test_prepare import FAULTS, SMALL, line, rows_of, write
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.cli import app
-from trainer.datasets.criteo import encode, prepare
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
-from trainer.datasets.criteo.reader import BadLines, parse_lines
+from trainer.datasets.criteo.reader import parse_lines
+from trainer.datasets.io.shuffle import BadLines
 from trainer.errors import BadValueError, CorruptFileError, TooFewRowsError, TooManyBadRowsError
 
 OPTIONS = CriteoOptions(min_count=3, num_partitions=4, on_bad_line="skip", **SMALL)
@@ -139,18 +140,12 @@ def test_whether_a_line_is_left_out_does_not_depend_on_its_neighbours(field, cel
     assert found[0] == found[1]
 
 
-def runs_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the runs that are written from now on."""
+@pytest.fixture
+def runs_made(before_parts) -> Iterator[list[int]]:
+    """The numbers of the runs as they are written; a test empties it."""
     made: list[int] = []
-    real = encode.write_run
-
-    def noted(path: Path, *arguments: object) -> list[int]:
-        offsets = real(path, *arguments)
-        made.append(int(path.name.strip(".").split(".")[0]))
-        return offsets
-
-    monkeypatch.setattr(prepare, "write_run", noted)
-    return made
+    with before_parts(lambda name: "/runs/" in name and made.append(int(Path(name).stem))):
+        yield made
 
 
 @pytest.fixture
@@ -163,53 +158,41 @@ def days(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_mended_file_is_read_again_and_no_other(days, tmp_path, monkeypatch):
+def test_a_mended_file_is_read_again_and_no_other(days, tmp_path, runs_made):
     out = tmp_path / "out"
     with pytest.raises(BadValueError, match=r"day_1, line 551, column 'int_0'") as found:
         prepared(days, out, on_bad_line="fail")
     assert str(tmp_path / ".out.partial") in found.value.__notes__[0]
     finished = list((tmp_path / ".out.partial/scratch/runs").glob("*.arrow"))
     raw(days / "day_1", {}, 600)
-    made = runs_made(monkeypatch)
+    runs_made.clear()
     prepared(days, out, on_bad_line="fail")
-    of_one_day = (made[-1] + 1) // 3
-    assert made == list(range(of_one_day, 3 * of_one_day)), "the first day was read again"
+    of_one_day = (runs_made[-1] + 1) // 3
+    assert runs_made == list(range(of_one_day, 3 * of_one_day)), "the first day was read again"
     assert len(finished) > of_one_day > 1
     assert digest(out) == digest(prepared(days, tmp_path / "fresh", on_bad_line="fail"))
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_what_is_left_out_can_be_decided_after_the_fault(days, tmp_path, monkeypatch):
+def test_what_is_left_out_can_be_decided_after_the_fault(days, tmp_path, runs_made):
     with pytest.raises(BadValueError):
         prepared(days, tmp_path / "out", on_bad_line="fail")
-    made = runs_made(monkeypatch)
+    runs_made.clear()
     out = prepared(days, tmp_path / "out")
-    assert made and made[0] > 0
+    assert runs_made and runs_made[0] > 0
     assert digest(out) == digest(prepared(days, tmp_path / "fresh"))
 
 
-def test_what_a_laxer_try_left_out_is_no_longer_left_out(days, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(encode.PartitionWriter, "write", interrupted)
+def test_what_a_laxer_try_left_out_is_no_longer_left_out(days, tmp_path, killed_at):
+    with killed_at("result/", 1):
         prepared(days, tmp_path / "out")
     with pytest.raises(CorruptFileError, match=r"line 551, column 'int_0': '1\.5'"):
         prepared(days, tmp_path / "out", on_bad_line="fail")
 
 
-def interrupted(*_arguments: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_file_that_has_more_lines_now_places_all_rows_anew(days, tmp_path, monkeypatch):
+def test_a_file_that_has_more_lines_now_places_all_rows_anew(days, tmp_path, killed_at):
     # As a kill at the very end leaves it: results of the file as it was are there, too.
-    real, calls = encode.PartitionWriter.write, []
-
-    def killed(*arguments):
-        calls.append(1)
-        return real(*arguments) if len(calls) < 6 else interrupted()
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(encode.PartitionWriter, "write", killed)
+    with killed_at("result/", 6):
         prepared(days, tmp_path / "out")
     raw(days / "day_1", {}, 100)
     os.utime(days / "day_0")

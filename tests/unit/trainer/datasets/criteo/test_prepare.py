@@ -12,11 +12,12 @@ import pytest
 
 from tests.harness.files import digest
 from trainer.data.manifest import load_manifest, verify_checksums
-from trainer.datasets.criteo import encode, prepare
+from trainer.datasets.criteo import encode
 from trainer.datasets.criteo.encode import frequent_values
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
+from trainer.datasets.io.staging import Staging
 from trainer.errors import (
     BadValueError,
     CorruptFileError,
@@ -167,38 +168,28 @@ def test_compressed_files_and_those_of_windows_give_the_same_rows(days, whole, t
 
 
 @pytest.mark.parametrize(
-    "step",
+    "folder",
     [
-        pytest.param("write_run", marks=pytest.mark.slow),
-        pytest.param("frequent_values", marks=pytest.mark.slow),
-        "PartitionWriter.write",
+        pytest.param("scratch/runs/", marks=pytest.mark.slow),
+        pytest.param("scratch/vocab/", marks=pytest.mark.slow),
+        "result/train/",
     ],
 )
-def test_a_killed_preparation_goes_on_to_the_same_bytes(days, whole, tmp_path, monkeypatch, step):
-    out = tmp_path / "out"
-    owner, name = (encode.PartitionWriter, "write") if "." in step else (prepare, step)
-    real = getattr(owner, name)
-
-    def calls_of(out: Path, last: int = 0) -> int:
-        """Prepare and count the calls of the step; call number `last` is killed."""
-        calls = []
-
-        def counted(*arguments, **options):
-            calls.append(arguments)
-            if len(calls) == last:
-                raise KeyboardInterrupt
-            return real(*arguments, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, counted)
+def test_a_killed_preparation_goes_on_to_the_same_bytes(
+    days, whole, tmp_path, before_parts, killed_at, folder
+):
+    def parts_of(out: Path) -> list[str]:
+        names: list[str] = []
+        with before_parts(names.append):
             prepared(days, out)
-        return len(calls)
+        return [name for name in names if name.startswith(folder)]
 
-    with pytest.raises(KeyboardInterrupt):
-        calls_of(out, 3)
+    out = tmp_path / "out"
+    with killed_at(folder, 3):
+        prepared(days, out)
     assert not out.exists()
     # The two parts that were finished first are not made again.
-    assert calls_of(out) == calls_of(tmp_path / "fresh") - 2
+    assert parts_of(out) == parts_of(tmp_path / "fresh")[2:]
     assert digest(out) == digest(whole)
     assert not list(tmp_path.glob(".*partial*"))
 
@@ -275,15 +266,11 @@ def test_a_file_that_is_no_text_is_refused(days, tmp_path):
 
 def test_a_file_that_changes_while_it_is_read_is_refused(days, tmp_path, monkeypatch):
     lines = (days / "day_0").read_text().splitlines()
-    path, plan_buckets = tmp_path / "day_0", prepare.plan_buckets
+    path = tmp_path / "day_0"
     for changed in (lines[1:], [*lines, lines[0]]):
         write(path, lines)
-
-        def change_once_counted(*arguments, to=changed):
-            write(path, to)
-            return plan_buckets(*arguments)
-
-        monkeypatch.setattr(prepare, "plan_buckets", change_once_counted)
+        # Space is checked once lines are counted.
+        monkeypatch.setattr(Staging, "check_space", lambda *_, to=changed: write(path, to))
         with pytest.raises(CorruptFileError, match=r"day_0 changed while it was read"):
             prepared(path, tmp_path / "out")
 

@@ -11,11 +11,10 @@ import pytest
 from pyarrow import fs
 
 from tests.harness.clock import FakeClock
-from trainer.datasets.criteo import prepare
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
-from trainer.datasets.criteo.reader import check_distinct, find_sources
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.io.csv_reader import read_blocks
+from trainer.datasets.io.sources import check_distinct, find_sources
 from trainer.errors import SourceMissingError, StorageAwayError
 from trainer.storage import Location
 
@@ -91,10 +90,9 @@ def test_work_done_before_the_network_failed_is_kept(tmp_path, monkeypatch):
     options = CriteoOptions(num_partitions=2, block_bytes=65_536, run_blocks=1)
     # All are read once to be counted.
     source = remote(raw, 2 * (raw.stat().st_size // options.block_bytes), 1000)
-    monkeypatch.setattr(prepare, "find_sources", lambda _: (source,))
     monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
     with pytest.raises(StorageAwayError) as raised:
-        prepare_criteo([tmp_path], tmp_path / "out", options=options)
+        prepare_criteo([source], tmp_path / "out", options=options)
     assert "run the same command again" in raised.value.__notes__[0]
     assert list((tmp_path / ".out.partial").glob("scratch/runs/*.arrow"))
 

@@ -194,13 +194,12 @@ def test_too_small_a_disk_is_found_before_rows_are_read_and_the_work_is_kept(
         prepare_criteo([raw], tmp_path / "out", options=CriteoOptions(num_partitions=2))
 
 
-def test_a_disk_that_refuses_is_a_message_and_no_traceback(raw, tmp_path, monkeypatch):
+def test_a_disk_that_refuses_is_a_message_and_no_traceback(raw, tmp_path, before_parts):
     def refuse(*_: object) -> None:
         raise OSError("410000 requested and 255968 written")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("trainer.datasets.criteo.prepare.write_run", refuse)
-        arguments = ["prepare", "criteo", str(raw), str(tmp_path / "out")]
+    arguments = ["prepare", "criteo", str(raw), str(tmp_path / "out")]
+    with before_parts(refuse):
         failed = CliRunner().invoke(app, arguments)
     assert failed.exit_code == 2
     assert "255968 written; is the disk full? Make room, then run the same" in failed.stderr

@@ -16,7 +16,6 @@ from polars.testing import assert_frame_equal
 from tests.harness.files import digest
 from tests.unit.trainer.datasets.movielens.test_features import TIMED, last_of_all
 from trainer.data.manifest import load_manifest
-from trainer.datasets.movielens import prepare
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.rows import COLUMN_TYPES
 from trainer.datasets.movielens.statistics import Moments, find_cut, mark_validation
@@ -130,41 +129,26 @@ def test_files_are_of_equal_size_and_their_users_are_mixed(whole):
     assert shared < 1.5 * expected
 
 
-def interrupt_after(monkeypatch, num_files: int) -> None:
-    """Let the writing of Parquet files fail after some of them, as a full disk does."""
-    write, written = prepare.write_partition, []
-
-    def write_some(path, **options):
-        if len(written) == num_files:
-            raise OSError("no space left on device")
-        written.append(path)
-        return write(path, **options)
-
-    monkeypatch.setattr(prepare, "write_partition", write_some)
-
-
-def interrupted(source: Path, out: Path, monkeypatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        interrupt_after(patch, 3)
-        prepare_movielens(source, out, options=IN_UNITS)
-    assert not out.exists()
-
-
 def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(
-    csv_folder, whole, tmp_path, monkeypatch
+    csv_folder, whole, tmp_path, before_parts, killed_at
 ):
-    interrupted(csv_folder, tmp_path / "out", monkeypatch)
+    with killed_at("result/", 4):
+        prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
+    assert not (tmp_path / "out").exists()
+    written: list[str] = []
+    with before_parts(written.append):
+        prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
     num_files = sum(len(split.files) for split in load_manifest(whole).splits.values())
-    # Writing fails again if more than what was left is written.
-    interrupt_after(monkeypatch, num_files - 3)
-    prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
+    files = [name for name in written if name.startswith("result/") and "/part-" in name]
+    assert len(files) == num_files - 3
     assert digest(tmp_path / "out") == digest(whole)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_another_input_starts_anew(csv_folder, tmp_path, monkeypatch):
+def test_another_input_starts_anew(csv_folder, tmp_path, killed_at):
     source = shutil.copytree(csv_folder, tmp_path / "csv")
-    interrupted(source, tmp_path / "out", monkeypatch)
+    with killed_at("result/", 4):
+        prepare_movielens(source, tmp_path / "out", options=IN_UNITS)
     ratings = pl.read_csv(source / "ratings.csv").with_columns(rating=pl.lit(3.0))
     ratings.write_csv(source / "ratings.csv")
     for out in ("out", "fresh"):

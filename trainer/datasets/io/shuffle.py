@@ -1,0 +1,360 @@
+"""Files of lines to Parquet in random order, in bounded memory.
+
+    count    lines of every file, which say where validation begins and how many buckets there are
+    scatter  parse lines, scatter their rows over buckets at random: runs on disk
+    write    gather each bucket from all runs, shuffle it, encode it, append to Parquet
+
+A data set brings what parses lines and what encodes rows. Every finished file is recorded in a
+journal, so that a killed preparation resumes; the result is the same to the byte. A line that
+cannot be read ends it, and what was read before stays: once the file is mended, the same command
+reads that file's lines alone anew (all lines, if their number has changed, as each row's place
+depends on it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+from rich.progress import Progress
+
+from trainer.data.ragged import IntArray, offsets_of
+from trainer.datasets.io.csv_reader import LineBlock, read_blocks
+from trainer.datasets.io.journal import Facts, Part
+from trainer.datasets.io.options import LineOptions
+from trainer.datasets.io.staging import (
+    Staging,
+    gather_rows,
+    map_rows,
+    write_columns,
+    write_partition,
+)
+from trainer.errors import (
+    BadValueError,
+    CorruptFileError,
+    DataError,
+    TooFewRowsError,
+    TooManyBadRowsError,
+)
+from trainer.storage import Location
+
+_NUM_SHOWN = 5
+
+
+@dataclass
+class BadLines:
+    """Skipped lines: how many of each kind of fault, and the first few in words; JSON values."""
+
+    num_of_kind: Counter[str] = field(default_factory=Counter)
+    shown: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return self.num_of_kind.total()
+
+    def add(self, kind: str, error: DataError) -> None:
+        self.num_of_kind[kind] += 1
+        if len(self.shown) < _NUM_SHOWN:
+            self.shown.append(str(error))
+
+    def merge(self, later: Mapping[str, Any]) -> None:
+        """Count what `vars` gives of later lines."""
+        self.num_of_kind.update(later["num_of_kind"])
+        self.shown = [*self.shown, *later["shown"]][:_NUM_SHOWN]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the manifest says of them."""
+        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.num_of_kind.items())}
+        return {"bad_lines": self.total, **kinds}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_of_kind.items()))
+
+
+def _check_bound(source: str, num_lines: int, bad: BadLines, others: int, bound: float) -> None:
+    """Raise `TooManyBadRowsError` where more lines are left out than may be.
+
+    `bad` is of the `num_lines` lines of the file `source`, `others` were left out of files before.
+    A `bound` below 1 is a share of each file's lines, another the number in all files. A file
+    without a good line is refused whatever the bound.
+    """
+    is_share = bound < 1
+    if bad.total == num_lines:
+        wanted = "not one can be read; is it of this data set?"
+    elif is_share and bad.total > bound * num_lines:
+        wanted = f"more than the share {bound:g} that --max-bad-lines lets be left out"
+    elif not is_share and bad.total + others > bound:
+        wanted = f"with {others} of other files more than the {bound:.0f} of --max-bad-lines"
+    else:
+        return
+    raise TooManyBadRowsError(
+        f"{source}: {bad.total} of its {num_lines} lines are bad ({bad}), {wanted}. The first: "
+        f"{bad.shown[0]}"
+    )
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Where rows go: of the first `num_training` lines to random buckets, of later ones in order.
+
+    Training buckets come first. A run's draws depend on `seed` and the run's number alone.
+    """
+
+    num_training: int
+    num_validation: int
+    training_buckets: int
+    validation_buckets: int
+    seed: int
+
+    @property
+    def total(self) -> int:
+        return self.training_buckets + self.validation_buckets
+
+    def place(self, run: int, line: IntArray) -> IntArray:
+        """Bucket [n] of the rows of a run, whose lines are `line` [n], counted over all files."""
+        drawn = np.random.default_rng([self.seed, 0, run]).integers(
+            0, self.training_buckets, len(line)
+        )
+        later = (line - self.num_training) * self.validation_buckets // self.num_validation
+        return np.where(line < self.num_training, drawn, self.training_buckets + later)
+
+
+def _plan_buckets(lines: Sequence[int], options: LineOptions, names: Sequence[str]) -> Buckets:
+    """Where validation begins and how many buckets there are, from the files' numbers of lines.
+
+    Every partition has the same number of buckets. Raises `TooFewRowsError`.
+    """
+    total = sum(lines)
+    if options.split == "last_file":
+        if len(lines) < 2:
+            raise TooFewRowsError(
+                f"{names[0]}: the only file cannot be the validation part; name more files or "
+                "choose --split last_fraction"
+            )
+        num_validation = lines[-1]
+    else:
+        num_validation = int(total * options.validation_fraction)
+    if not 0 < num_validation < total:
+        raise TooFewRowsError(
+            f"{', '.join(names)}: {total} rows leave no validation or no training rows with "
+            f"fraction {options.validation_fraction:g}; use more rows or another fraction"
+        )
+    return Buckets(
+        num_training=total - num_validation,
+        num_validation=num_validation,
+        training_buckets=_num_buckets(total - num_validation, options),
+        validation_buckets=_num_buckets(num_validation, options),
+        seed=options.seed,
+    )
+
+
+def _num_buckets(num_rows: int, options: LineOptions) -> int:
+    """Files are no smaller than a row group and of equally many buckets, none of them too large."""
+    num_parts = min(options.num_partitions, max(1, num_rows // options.row_group_rows))
+    return num_parts * -(-num_rows // (num_parts * options.bucket_rows))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All runs of a preparation, in input order; rows are read from disk as they are asked for.
+
+    `offsets` [runs, buckets + 1] say where in each run the buckets begin; `made_of` changes with
+    what any of them was made of.
+    """
+
+    paths: Sequence[Path]
+    offsets: IntArray
+    buckets: Buckets
+    made_of: str
+
+    def training(self, column: str) -> Iterator[pl.Series]:
+        """A column of the training rows, run by run."""
+        ends = self.offsets[:, self.buckets.training_buckets]
+        for path, end in zip(self.paths, ends, strict=True):
+            yield pl.Series(map_rows(path)[column][:end])
+
+    def bucket(self, number: int) -> pl.DataFrame:
+        """All rows of a bucket: of a training one in random order, else in input order."""
+        rows = pl.DataFrame(gather_rows(self.paths, self.offsets[:, number : number + 2]))
+        if number >= self.buckets.training_buckets:
+            return rows
+        rng = np.random.default_rng([self.buckets.seed, 1, number])
+        return rows[rng.permutation(len(rows))]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A stretch of a file's lines; `number` and `first_line` (from 0) count over all files."""
+
+    number: int
+    first_line: int
+    source: str
+    version: str
+
+
+# Rows of whole lines, with `line`, that of the block which a row is, from 0. The file and the
+# number of the first line (from 1) name lines in errors. Lines at fault are counted; without a
+# place to count them the first raises `BadValueError` or `CorruptFileError`.
+Parse = Callable[[bytes, str, int, BadLines | None], pl.DataFrame]
+# Rows as they are stored, and numbers that are added up into the facts of their file.
+Encode = Callable[[pl.DataFrame], tuple[pa.Table, Mapping[str, int]]]
+_ENCODED_ROWS = 131_072
+
+
+@dataclass(frozen=True)
+class LineShuffle:
+    """The steps, each in parts of `staging`. `row_bytes` are those of a row in a run."""
+
+    files: Sequence[Location]
+    options: LineOptions
+    staging: Staging
+    progress: Progress
+    parse: Parse
+    row_bytes: int
+    bad: BadLines = field(default_factory=BadLines)
+
+    def scatter(self) -> Runs:
+        """Count and read all files; raises a `DataError` that names file and line of a fault."""
+        versions = [f"{file} {file.fingerprint()}" for file in self.files]
+        lines = list(self._counted_lines(versions))
+        buckets = _plan_buckets(lines, self.options, [str(file) for file in self.files])
+        self.staging.check_space("runs", sum(lines) * self.row_bytes)
+        runs = self._read(buckets, lines, versions)
+        num_training = int(runs.offsets[:, buckets.training_buckets].sum())
+        num_rows = int(runs.offsets[:, -1].sum())
+        if not 0 < num_training < num_rows:
+            raise TooFewRowsError(
+                f"{num_training} training rows and {num_rows - num_training} validation rows are "
+                "left without the bad lines; mend the files or choose another --validation-fraction"
+            )
+        return runs
+
+    def write(self, runs: Runs, schema: pa.Schema, encode: Encode) -> dict[str, list[Part]]:
+        """The partitions of each split, of equally many buckets."""
+        first, total = runs.buckets.training_buckets, runs.buckets.total
+        parts: dict[str, list[Part]] = {}
+        for split, own in (("train", range(first)), ("validation", range(first, total))):
+            each = -(-len(own) // self.options.num_partitions)
+            starts = self.progress.track(range(0, len(own), each), description=f"writing {split}")
+            parts[split] = [
+                self.staging.result(
+                    f"{split}/part-{number:05d}.parquet",
+                    partial(self._write_buckets, runs, own[start : start + each], schema, encode),
+                    runs.made_of,
+                )
+                for number, start in enumerate(starts)
+            ]
+        return parts
+
+    def _write_buckets(
+        self, runs: Runs, buckets: range, schema: pa.Schema, encode: Encode, path: Path
+    ) -> Facts:
+        """Memory is that of one bucket twice. Row groups are full, but for the last of a bucket."""
+        counts: Counter[str] = Counter()
+        size = self.options.row_group_rows
+        step = max(1, _ENCODED_ROWS // size) * size
+
+        def encoded() -> Iterator[pa.Table]:
+            for number in buckets:
+                for rows in runs.bucket(number).iter_slices(step):
+                    table, found = encode(rows)
+                    counts.update(found)
+                    yield table
+
+        return write_partition(path, schema, encoded(), size) | counts
+
+    def _counted_lines(self, versions: Sequence[str]) -> Iterator[int]:
+        for number, file in enumerate(
+            self.progress.track(self.files, description="counting lines")
+        ):
+
+            def count(path: Path, file: Location = file) -> Facts:
+                blocks = read_blocks(file, self.options.block_bytes)
+                num_lines = sum(block.num_lines for block in blocks)
+                path.write_text(f"{num_lines}\n", "utf-8")
+                return {"lines": num_lines}
+
+            _, facts = self.staging.scratch(f"lines/{number:05d}.txt", count, versions[number])
+            yield facts["lines"]
+
+    def _read(self, buckets: Buckets, lines: Sequence[int], versions: Sequence[str]) -> Runs:
+        """Parse every file into runs; those of an earlier try are only skipped over."""
+        task = self.progress.add_task("reading", total=sum(lines))
+        paths: list[Path] = []
+        offsets: list[list[int]] = []
+        # What each run was made of: what comes after is made of all of them.
+        origins: list[str] = []
+        line = 0
+        for file, num_lines, version in zip(self.files, lines, versions, strict=True):
+            blocks = read_blocks(file, self.options.block_bytes)
+            bad = BadLines()
+            while first := next(blocks, None):
+                taken = chain([first], islice(blocks, self.options.run_blocks - 1))
+                run = _Run(len(paths), line, str(file), version)
+                origins.append(f"{run} {buckets}")
+                make = partial(self._write_run, run, taken, buckets)
+                try:
+                    path, facts = self.staging.scratch(
+                        f"runs/{run.number:06d}.arrow", make, origins[-1]
+                    )
+                    bad.merge(facts["bad"])
+                    self._check_bad(run, num_lines, bad)
+                except (BadValueError, CorruptFileError, TooManyBadRowsError) as error:
+                    if run.number:
+                        error.add_note(
+                            f"What was read before stays in {self.staging.keep_work()}: mend the "
+                            "file and run the same command again, or leave such lines out with "
+                            "--on-bad-line skip"
+                        )
+                    raise
+                # Blocks of a run that is already there are still to be passed over.
+                deque(taken, maxlen=0)
+                line += facts["lines"]
+                paths.append(path)
+                offsets.append(facts["offsets"])
+                self.progress.advance(task, facts["lines"])
+            self.bad.merge(vars(bad))
+            if line > sum(lines):
+                break
+        if line != sum(lines):
+            raise CorruptFileError(
+                f"{file} changed while it was read: {line} lines so far, {sum(lines)} were counted "
+                "in all files; wait until it is written, then prepare again"
+            )
+        made_of = hashlib.sha256("\n".join(origins).encode()).hexdigest()
+        return Runs(paths, np.array(offsets, dtype=np.int64), buckets, made_of)
+
+    def _check_bad(self, run: _Run, num_lines: int, bad: BadLines) -> None:
+        """Raise where lines were left out that may not be, be it by an earlier, laxer try."""
+        if not bad.total:
+            return
+        if self.options.on_bad_line == "fail":
+            raise CorruptFileError(bad.shown[0])
+        _check_bound(run.source, num_lines, bad, self.bad.total, self.options.max_bad_lines)
+
+    def _write_run(
+        self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path
+    ) -> Facts:
+        parts = []
+        bad, num_lines = BadLines(), 0
+        for block in blocks:
+            skipped = bad if self.options.on_bad_line == "skip" else None
+            rows = self.parse(block.lines, run.source, block.first_line, skipped)
+            parts.append(rows.with_columns(pl.col("line") + num_lines))
+            num_lines += block.num_lines
+        rows = pl.concat(parts)
+        bucket = buckets.place(run.number, run.first_line + rows["line"].to_numpy())
+        ordered = rows.drop("line")[np.argsort(bucket, kind="stable")]
+        write_columns(path, {column.name: column.to_arrow() for column in ordered})
+        offsets = offsets_of(np.bincount(bucket, minlength=buckets.total)).tolist()
+        return {"lines": num_lines, "offsets": offsets, "bad": vars(bad)}

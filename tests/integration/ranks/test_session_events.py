@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -29,7 +29,7 @@ from tests.harness.sessions import (
 )
 from tests.harness.small_model import NoHostReads, dense_parameters
 from trainer import failures, fault_injection
-from trainer.checkpoint.save_load import list_committed
+from trainer.checkpoint.files import list_committed
 from trainer.data.batches import Batch
 from trainer.data.manifest import load_manifest
 from trainer.errors import DataError
@@ -44,6 +44,7 @@ from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
+from trainer.spec.training import DenseOptimizerName
 from trainer.training.worker import run_worker, train
 
 POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
@@ -292,7 +293,7 @@ class Frozen(Factorised):
 
 @pytest.mark.parametrize(
     ("network", "optimizer"),
-    [("Factorised", "adam"), ("Factorised", "adagrad"), ("Factorised", "sgd"), ("Frozen", "adam")],
+    [*(("Factorised", name) for name in get_args(DenseOptimizerName)), ("Frozen", "adam")],
 )
 def test_a_network_of_which_tables_alone_are_trained_trains_and_is_loaded(
     small_movielens: Path, tmp_path: Path, network: str, optimizer: str

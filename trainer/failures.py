@@ -297,12 +297,17 @@ class WorkerFailure(Exception):
     """How a worker ended; can be pickled on its way to the driver."""
 
     def __init__(
-        self, reason: EndReason, message: str, evidence: Mapping[str, str] | None = None
+        self,
+        reason: EndReason,
+        message: str,
+        evidence: Mapping[str, str] | None = None,
+        blamed_host: str = "",
     ) -> None:
-        super().__init__(reason, message, evidence)
+        super().__init__(reason, message, evidence, blamed_host)
         self.reason = reason
         self.message = message
         self.evidence = dict(evidence or {})
+        self.blamed_host = blamed_host
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
@@ -329,13 +334,21 @@ class Failure:
     """Why a rank, or a whole worker group run, ended.
 
     `is_death` says that the rank's process itself is gone, which explains its peers' errors.
-    `evidence` has what speaks for `reason`: `rank`, `host`, `exit`, `exception`, ...
+    `evidence` has what speaks for `reason`: `rank`, `host`, `exit`, `exception`, ... It decides
+    nothing. `blamed_host` is the one whose fault it is, if that is known: it was lost, hangs, or is
+    set up wrongly.
     """
 
     reason: EndReason
     message: str
     is_death: bool = False
     evidence: Mapping[str, str] = field(default_factory=dict)
+    blamed_host: str = ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The evidence, with the host to blame."""
+        return {**self.evidence, **({"host": self.blamed_host} if self.blamed_host else {})}
 
 
 def reason_of(error: BaseException) -> EndReason:
@@ -424,9 +437,9 @@ def explain(failures: Collection[Failure]) -> Failure:
 
 
 def with_lost_host(failure: Failure, live_hosts: Collection[str]) -> Failure:
-    """The same failure, as the loss of the host that it names if that is not there any more."""
-    host = failure.evidence.get("host")
-    if failure.reason != EndReason.WORKERS_LOST or host is None or host in live_hosts:
+    """The same failure, as the loss of the host to blame if that is not there any more."""
+    host = failure.blamed_host
+    if failure.reason != EndReason.WORKERS_LOST or not host or host in live_hosts:
         return failure
     return replace(
         failure, reason=EndReason.HOST_LOST, message=f"host {host} is gone: {failure.message}"

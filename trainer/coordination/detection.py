@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from trainer.coordination.messages import Heartbeat
+from trainer.failures import Failure
 from trainer.protocol.events import HostExcluded, StragglerFound
 
 UNTIMED_FACTOR = 10
@@ -317,6 +318,14 @@ class HostRecord:
         num_failures = len(failures)
         failures.clear()
         return self.exclude(host, "", now, num_failures)
+
+    def blame(self, failure: Failure, hosts: Iterable[str], now: float) -> list[HostExcluded]:
+        """Count a failure against the host to blame, else against those that it may lie with, of
+        `hosts` on which it happened; the exclusions that it leads to."""
+        guilty = {failure.blamed_host} if failure.blamed_host else set()
+        if not guilty and failure.reason.rule.blames_hosts:
+            guilty = set(hosts)
+        return [found for host in guilty if (found := self.fail(host, now))]
 
     def exclude(self, host: str, reason: str, now: float, num_failures: int = 0) -> HostExcluded:
         """Leave a host out; what else than failures is the `reason` goes on after its name."""

@@ -323,7 +323,7 @@ def run_with_restarts(
                     reason=outcome.reason,
                     message=outcome.message,
                     will_restart=will_restart,
-                    evidence=dict(outcome.evidence),
+                    evidence=outcome.facts,
                 )
             )
         if not will_restart:

@@ -81,21 +81,13 @@ class FailureTracker:
         delay_s = failures.restart_delay_s(len(self._times))
         self.may_start_at = max(self.may_start_at, now + delay_s)
         has_lost_others = failure.evidence.get("coordinator") == "no_donor"
-        if not (failure.reason.rule.blames_hosts or is_of_setup(failure)) or has_lost_others:
-            return []
-        guilty = failure.evidence.get("host")
-        found = [self.record.fail(each, unix_s) for each in ({guilty} if guilty else set(hosts))]
-        return [exclusion for exclusion in found if exclusion]
+        return [] if has_lost_others else self.record.blame(failure, hosts, unix_s)
 
     def is_fatal(self, failure: Failure) -> bool:
         """Count how a group's workers ended; whether that ends the job."""
-        self._num_suspicious += failure.reason.rule.is_suspicious and not is_of_setup(failure)
+        # Nothing of the job was run on a host that is set up wrongly.
+        self._num_suspicious += failure.reason.rule.is_suspicious and not failure.blamed_host
         return not failures.should_replace(failure, self._num_suspicious, self.max_suspicious)
-
-
-def is_of_setup(failure: Failure) -> bool:
-    """Whether a host that it names is set up wrongly, so that nothing of the job was run there."""
-    return failure.reason.rule.is_suspicious and "host" in failure.evidence
 
 
 @dataclass
@@ -612,11 +604,12 @@ def run_groups(
 
 def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
     """The failure of a group that the coordinator lost."""
-    reason = EndReason.HANG if departure.reason == "hang" else EndReason.WORKERS_LOST
+    is_hang = departure.reason == "hang"
+    reason = EndReason.HANG if is_hang else EndReason.WORKERS_LOST
+    # A silent rank may have lost its agent, on another host.
+    blamed = departure.host if is_hang else hosts[0] if len(set(hosts)) == 1 else ""
     evidence = {"coordinator": departure.reason}
-    if len(set(hosts)) == 1:
-        evidence["host"] = hosts[0]
-    return Failure(reason, departure.message, evidence=evidence)
+    return Failure(reason, departure.message, evidence=evidence, blamed_host=blamed)
 
 
 def absence_of(run: GroupRun, absent_s: float) -> Failure:

@@ -173,7 +173,7 @@ class HangMonitor:
         self.stragglers = status.stragglers if self.processes else ()
         for each in reversed(status.departures):
             if each.incarnation == run_index and each.reason in _HANGS:
-                return Failure(EndReason.HANG, each.message, evidence={"watch": each.message})
+                return Failure(EndReason.HANG, each.message, blamed_host=each.host)
         return None
 
     def _status(self) -> CoordinatorStatus:
@@ -384,8 +384,8 @@ class JobRunner:
         left_out = ", ".join(host.address for host in hosts if host.address in avoided)
         warn(
             self.attempt.writer,
-            f"the job waits for other hosts than {left_out}: drained, or failed too often; the "
-            f"latter are taken again if none has come in {_OTHERS_S:.0f} s",
+            f"the job waits for other hosts than {left_out}: drained, or excluded as failing or "
+            f"slow; the latter are taken again if none has come in {_OTHERS_S:.0f} s",
         )
 
     def _report_size(self, num_workers: int) -> None:
@@ -527,8 +527,7 @@ class JobRunner:
         self._num_without_room = 0
         failure = self._await_lost_host(failure)
         self._cause = failure.reason
-        host = failure.evidence.get("host")
-        if host and (exclusion := self.record.fail(host, time.time())):
+        for exclusion in self.record.blame(failure, (), time.time()):
             self.attempt.writer.write(exclusion)
         return failure
 

@@ -338,7 +338,7 @@ def end_attempt(
         time=time.time(),
         reason=failure.reason,
         message=failure.message,
-        evidence=dict(failure.evidence),
+        evidence=failure.facts,
     )
 
 
@@ -386,14 +386,10 @@ def with_secrets(context: DriverContext) -> DriverContext:
 
 def _completed(context: DriverContext) -> events.AttemptEnded:
     """The end of a completed training, by its last checkpoint; raises `StorageError`."""
-    from trainer.checkpoint.files import checkpoints_of
-    from trainer.checkpoint.save_load import list_committed
-    from trainer.protocol.requests import read_rewind
+    from trainer.checkpoint.files import checkpoints_of, list_committed, superseded_in
 
-    rewind = read_rewind(RunDir(context.run_dir).rewind_path)
-    is_left_out = rewind.supersedes if rewind else lambda name: False
-    spec = context.read_resolved_spec()
-    newest = list_committed(checkpoints_of(context.run_dir, spec.checkpoint.path), is_left_out)[-1]
+    folder = checkpoints_of(context.run_dir, context.read_resolved_spec().checkpoint.path)
+    newest = list_committed(folder, superseded_in(context.run_dir))[-1]
     return events.AttemptEnded(
         time=time.time(),
         reason=EndReason.COMPLETED,

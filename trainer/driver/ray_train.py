@@ -64,9 +64,7 @@ def _classify_start(error: Exception) -> Failure:
 
     if isinstance(error, WorkerGroupStartupTimeoutError | InsufficientClusterResourcesError):
         return Failure(EndReason.NO_ROOM, f"no room for the workers: {first_line(error)}")
-    reason = _reason_of_death(error)
-    message = f"the workers did not start: {first_line(error)}"
-    return Failure(reason, message, is_death=True, evidence=_evidence_of_death(error))
+    return _death(error, f"the workers did not start: {first_line(error)}", {})
 
 
 def _classify_rank(rank: int, error: Exception) -> Failure:
@@ -75,16 +73,21 @@ def _classify_rank(rank: int, error: Exception) -> Failure:
 
     place = {"rank": str(rank)}
     if isinstance(error, failures.WorkerFailure):
-        evidence = place | error.evidence
-        return Failure(error.reason, f"rank {rank}: {error.message}", evidence=evidence)
+        message, evidence = f"rank {rank}: {error.message}", place | error.evidence
+        return Failure(error.reason, message, evidence=evidence, blamed_host=error.blamed_host)
     if isinstance(error, RayError | RayTrainError):
-        reason = _reason_of_death(getattr(error, "health_check_failure", error))
-        message = f"rank {rank} was lost: {first_line(error)}"
-        evidence = place | _evidence_of_death(error)
-        return Failure(reason, message, is_death=True, evidence=evidence)
+        return _death(error, f"rank {rank} was lost: {first_line(error)}", place)
     evidence = place | failures.evidence_of(error)
     message = f"rank {rank}: {type(error).__name__}: {error}"
     return Failure(failures.reason_of(error), message, evidence=evidence)
+
+
+def _death(error: Exception, message: str, place: Mapping[str, str]) -> Failure:
+    """The failure of workers that died; a host that was taken away is not to blame."""
+    reason = _reason_of_death(getattr(error, "health_check_failure", error))
+    evidence = {**place, **_evidence_of_death(error)}
+    blamed = "" if reason is EndReason.PREEMPTED else evidence.get("host", "")
+    return Failure(reason, message, is_death=True, evidence=evidence, blamed_host=blamed)
 
 
 def _reason_of_death(error: BaseException) -> EndReason:
@@ -185,19 +188,19 @@ def check_machine(worker: WorkerConfig, host: str) -> None:
 
     Before anything is written: a folder that is not the shared one would take it in silence.
     """
-    evidence = {"host": host}
+    blame = partial(failures.WorkerFailure, blamed_host=host)
     if unlike := unlike_driver(worker.versions, versions_here()):
         message = f"{host} is set up differently: {'; '.join(unlike)}; install the same there"
-        raise failures.WorkerFailure(EndReason.VERSION_MISMATCH, message, evidence)
+        raise blame(EndReason.VERSION_MISMATCH, message)
     if too_old := check_driver():
-        raise failures.WorkerFailure(EndReason.VERSION_MISMATCH, f"{host}: {too_old}", evidence)
+        raise blame(EndReason.VERSION_MISMATCH, f"{host}: {too_old}")
     spec_path = RunDir(worker.run_dir).attempt(worker.attempt_id).resolved_spec_path
     if not spec_path.exists():
         message = (
             f"{host} does not see {spec_path}, which the driver has written: mount the service's "
             "run storage (SHARDLOOM_RUNS_DIR) there at the same path"
         )
-        raise failures.WorkerFailure(EndReason.STORAGE_ERROR, message, evidence)
+        raise blame(EndReason.STORAGE_ERROR, message)
 
 
 class Evicted(Exception):

@@ -453,7 +453,7 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     attempt = attempt_of(config)
     with watched(attempt, 4, (1000, 1000), (1000, 3)) as (watch, workers):
         failure = wait_until(lambda: watch.check(4), "the hang", 60)
-        assert failure.reason == EndReason.HANG
+        assert (failure.reason, failure.facts) == (EndReason.HANG, {"host": "127.0.0.2"})
         assert watch.processes == {"127.0.0.2": {worker.pid for worker in workers}}
         assert not watch.is_nobody_there
         assert watch.check(5) is None  # the next life has nothing to do with it

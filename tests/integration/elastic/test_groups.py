@@ -19,8 +19,7 @@ from tests.harness.ranks import run_in_turn
 from tests.harness.sessions import TOKEN, snapshot, train_session
 from tests.harness.wait import scaled
 from tests.integration.ranks.test_movielens_arch import example_config
-from trainer.checkpoint.files import checkpoints_of
-from trainer.checkpoint.save_load import list_committed
+from trainer.checkpoint.files import checkpoints_of, list_committed
 from trainer.coordination.client import Identity
 from trainer.elastic.group_session import GroupSession
 from trainer.failures import EndReason

@@ -306,7 +306,9 @@ class GroupRegistry:
         """This incarnation of a group is over."""
         self._fences[number] = max(self._fences.get(number, 0), incarnation + 1)
 
-    def remove(self, group: Group, reason: str, message: str, is_lost: bool) -> None:
+    def remove(
+        self, group: Group, reason: str, message: str, is_lost: bool, host: str = ""
+    ) -> None:
         """A group is lost, or has left."""
         del self._groups[group.group]
         self.fence(group.group, group.incarnation)
@@ -317,6 +319,7 @@ class GroupRegistry:
             reason=reason,
             message=message,
             is_lost=is_lost,
+            host=host,
         )
         self.departures.append(departure)
 

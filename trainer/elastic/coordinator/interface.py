@@ -87,13 +87,17 @@ class GroupStatus(Message):
 
 
 class Departure(Message):
-    """An incarnation that is over: lost (`is_lost`), or left as asked."""
+    """An incarnation that is over: lost (`is_lost`), or left as asked.
+
+    `host` is that of the rank that hangs or is silent.
+    """
 
     group: Count
     incarnation: Count
     reason: str
     message: str
     is_lost: bool
+    host: str = ""
 
 
 class CoordinatorStatus(Message):

@@ -238,16 +238,16 @@ class Membership:
         group = self._groups.find(rank)
         if group is None:
             return
+        host = group.ranks[rank.rank].host
         if suspect.reason == "silent":
-            message = f"rank {rank.rank} was silent for {idle_s} s"
+            message = f"rank {rank.rank} on {host} was silent for {idle_s} s"
         else:
-            host = group.ranks[rank.rank].host
             message = f"rank {rank.rank} on {host} got nothing done for {idle_s:.1f} s in {phase!r}"
             self._metrics.goodput.spend(rank.group, "hang", idle_s)
             at: dict[str, Any] = {"host": host, "phase": phase, "idle_s": idle_s}
             found = events.HangFound(time=now, group=rank.group, rank=rank.rank, **at)
             self._effects.append(found)
-        self._rounds.lose(group, suspect.reason, message, now)
+        self._rounds.lose(group, suspect.reason, message, now, host)
 
     def _find_stragglers(self, now: float) -> None:
         for rank, slowness in self._groups.stragglers(now).items():

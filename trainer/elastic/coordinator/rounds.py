@@ -239,13 +239,14 @@ class SyncRounds:
                 group.demote()
         self._emit_membership(now)
 
-    def lose(self, group: Group, reason: str, message: str, now: float) -> None:
+    def lose(self, group: Group, reason: str, message: str, now: float, host: str = "") -> None:
         """A group is lost: its leases return, it is told to end, its round has failed.
 
-        After the end of the run that is how groups go: who still cleans up is left alone.
+        `host` is that of the rank that hangs or is silent. After the end of the run that is how
+        groups go: who still cleans up is left alone.
         """
         self._effects += group.dismiss(fenced(message), only_waiting=self.has_finished)
-        self._groups.remove(group, reason, message, is_lost=not self.is_over)
+        self._groups.remove(group, reason, message, is_lost=not self.is_over, host=host)
         num_rows = self._book.give_back(group.group)
         if not self.is_over:
             if group.is_current:

@@ -404,7 +404,7 @@ def test_what_all_groups_died_of_is_awaited_so_that_the_right_budget_pays(
     assert world.look() is None
     # They went with their hosts, whatever Ray says.
     for number in range(3):
-        world.end((number, 0), replace(LOST, is_death=True, evidence={"host": "b"}))
+        world.end((number, 0), replace(LOST, is_death=True, blamed_host="b"))
     del world.hosts["b"]
     ended = world.look()
     assert ended and ended.failure and ended.failure.reason == EndReason.HOST_LOST
@@ -438,10 +438,10 @@ def test_an_error_in_one_group_is_tried_within_the_budget(world: World) -> None:
 
 @pytest.mark.parametrize("reason", [EndReason.STORAGE_ERROR, EndReason.VERSION_MISMATCH])
 def test_a_host_that_is_set_up_wrongly_is_left_out_and_never_ends_the_job(
-    world: World, reason: str
+    world: World, reason: EndReason
 ) -> None:
     world.train()
-    unfit = Failure(reason, "the run folder is not mounted", evidence={"host": "c"})
+    unfit = Failure(reason, "the run folder is not mounted", blamed_host="c")
     for incarnation in range(6):
         while (2, incarnation) not in world.runs:
             assert world.look(60) is None
@@ -482,6 +482,13 @@ def test_the_host_of_a_group_that_lost_all_that_it_could_copy_from_is_not_to_bla
         found = FailureTracker(HostRecord(exclude_after=1, exclude_s=100.0), max_suspicious=0)
         excluded = found.add(failure_of(departed(0, reason), ["a"]), ["a"], 10.0, 10.0)
         assert bool(excluded) is is_blamed
+
+
+def test_a_hang_counts_against_the_host_of_the_rank_that_hangs_alone() -> None:
+    found = FailureTracker(HostRecord(exclude_after=1, exclude_s=100.0), max_suspicious=0)
+    hung = failure_of(departed(0, "hang").model_copy(update={"host": "b"}), ["a", "b"])
+    assert [each.host for each in found.add(hung, ["a", "b"], 10.0, 10.0)] == ["b"]
+    assert hung.facts["host"] == "b", "so that the next attempt is not there"
 
 
 def test_a_host_that_fails_often_is_excluded_by_unix_time_and_a_clock_set_back_delays_no_start(

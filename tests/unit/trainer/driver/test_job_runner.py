@@ -321,7 +321,7 @@ def test_workers_on_an_excluded_host_that_they_took_as_others_lacked_do_not_grow
 
 
 def test_after_a_loss_the_job_goes_on_with_what_is_left(world: World) -> None:
-    died = Failure(EndReason.WORKERS_LOST, "rank 3 was lost", is_death=True, evidence={"host": "b"})
+    died = Failure(EndReason.WORKERS_LOST, "rank 3 was lost", is_death=True, blamed_host="b")
     world.hosts = [host("a", 4), host("b", 2)]
     world.plot = [(5, world.end(died)), (7, world.change(host("a", 4)))]
     outcome = world.runner.run_once(0)
@@ -560,7 +560,7 @@ def test_excluded_hosts_are_taken_again_where_the_autoscaler_adds_no_others(worl
     assert num_lives == [0, 1], "for a while others might have come"
     assert world.launched[0].node_ids == ("node-a",) * 2
     (note,) = world.told(events.Note)
-    assert "waits for other hosts than a: drained, or failed too often" in note.message
+    assert "waits for other hosts than a: drained, or excluded" in note.message
     assert len(cloud.known) == 2, "what it runs on counts, and what is free there does not"
 
 

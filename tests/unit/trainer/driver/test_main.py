@@ -134,7 +134,7 @@ def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list
 
 
 def test_workers_that_may_do_better_start_again_and_each_end_is_told(attempt: Attempt) -> None:
-    lost = Failure(EndReason.HANG, "rank 3", evidence={"host": "10.0.0.3"})
+    lost = Failure(EndReason.HANG, "rank 3", blamed_host="10.0.0.3")
     ended, indices, _ = run(attempt, [lost, lost, None])
     assert ended is None
     assert indices == [0, 1, 2]

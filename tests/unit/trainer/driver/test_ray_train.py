@@ -81,7 +81,7 @@ def test_a_dead_worker_is_a_loss_whatever_its_peers_say() -> None:
 def test_ray_guesses_at_a_death_are_no_evidence() -> None:
     failure = died(KILLED)
     assert failure.reason == EndReason.WORKERS_LOST
-    assert failure.evidence["host"] == "10.0.0.3"
+    assert failure.blamed_host == failure.evidence["host"] == "10.0.0.3"
     assert failure.evidence["pid"] == "8358"
     assert failure.evidence["exit"].startswith("SYSTEM_ERROR: Worker unexpectedly exits")
 
@@ -102,7 +102,7 @@ def test_the_memory_monitors_victim_ran_out_of_memory() -> None:
 
 def test_a_preempted_node_is_told_from_a_lost_one() -> None:
     failure = died("The actor died because its node has died.", preempted=True)
-    assert failure.reason == EndReason.PREEMPTED
+    assert (failure.reason, failure.blamed_host) == (EndReason.PREEMPTED, "")
 
 
 def test_an_error_in_training_code_is_told_with_its_type() -> None:
@@ -117,7 +117,7 @@ def test_workers_that_found_no_room_in_time_are_told_from_those_that_died() -> N
     assert timeout.reason == EndReason.NO_ROOM
     start = WorkerGroupStartupFailedError("ActorDiedError: its node has died. ip: 10.0.0.3")
     gone = classify(ControllerError(start))
-    assert (gone.reason, gone.evidence["host"]) == (EndReason.HOST_LOST, "10.0.0.3")
+    assert (gone.reason, gone.blamed_host) == (EndReason.HOST_LOST, "10.0.0.3")
 
 
 def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_why(
@@ -130,7 +130,7 @@ def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_
     with pytest.raises(failures.WorkerFailure, match=r"1\.2\.3 at the driver") as raised:
         check_machine(config, "10.0.0.2")
     assert raised.value.reason == EndReason.VERSION_MISMATCH
-    assert raised.value.evidence == {"host": "10.0.0.2"}
+    assert raised.value.blamed_host == "10.0.0.2"
     config.versions = versions_here()
     with monkeypatch.context() as patch:
         patch.setattr(ray_train, "check_driver", lambda: "upgrade the driver to 580 or later")

@@ -351,6 +351,7 @@ def test_a_rank_that_gets_nothing_done_loses_its_group_although_it_beats():
     assert (found.group, found.rank) == (0, 1), "the other waits for it"
     assert found.idle_s == pytest.approx(20, abs=1)
     assert standings(world).keys() == {1, 2}, "who waits for a hung group does not hang"
+    assert world.status.departures[-1].host == found.host
 
 
 def test_a_rank_may_stand_still_for_longer_outside_of_training():

@@ -472,9 +472,9 @@ class HangFound(EventModel):
 
 
 class HostExcluded(EventModel):
-    """A host failed so often, or did so badly in the node check, that it is left out for a while.
+    """A host is left out for a while, as it failed too often or is too slow.
 
-    `reason` is what the node check found.
+    `reason` is what the node check found, or how slow a straggler on it was; empty for failures.
     """
 
     kind: Literal["host_excluded"] = "host_excluded"

@@ -14,9 +14,10 @@ from trainer.data.quarantine import FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.rows import FloatArray, IdLists, Rows, SparseIds, concat_lists
 from trainer.data.transforms import IdEncoder, dense_values, encoder_of
-from trainer.errors import BadValueError, ColumnError, TableTooSmallError
+from trainer.errors import BadValueError, ColumnError
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
+from trainer.spec.resolve import check_size
 from trainer.storage import Location
 
 
@@ -117,11 +118,9 @@ def _sparse_column(
 ) -> InputColumn:
     assert num_ids is not None, "tables are sized before rows are read"
     encoder = encoder_of(feature, num_ids, folder)
-    if encoder is not None and encoder.num_ids > num_ids:
-        raise TableTooSmallError(
-            f"{path}: its vocabulary makes ids 0 to {encoder.num_ids - 1}, but table "
-            f"'{feature.table}' has {num_ids} rows; raise num_embeddings, or use 'auto'"
-        )
+    if encoder is not None:
+        # A vocabulary may have been written anew since, and that of an export is a file of its own.
+        check_size(feature, path, encoder.num_ids, num_ids)
     weights = feature.weights_column
     return InputColumn(
         field=f"{path}.column",

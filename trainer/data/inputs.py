@@ -10,7 +10,7 @@ from trainer.data.parquet import mean_and_deviation
 from trainer.data.transforms import load_vocabulary, vocabulary_path
 from trainer.errors import SourceMissingError
 from trainer.spec.job import JobSpec
-from trainer.spec.resolve import check_sizes, fill_statistics, short_histories, size_tables
+from trainer.spec.resolve import check_sizes, fill_statistics, size_tables
 from trainer.storage import Location
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,28 @@ def resolve_inputs(spec: JobSpec, warn: Callable[[str], None] = logger.warning) 
     }
     spec = size_tables(spec, vocab_sizes, read_sizes)
     check_sizes(spec, vocab_sizes, read_sizes)
-    for warning in short_histories(spec, manifest.options if manifest else {}):
+    for warning in _short_histories(spec, manifest.options if manifest else {}):
         warn(warning)
     statistics = manifest.statistics if manifest else {}
     return fill_statistics(spec, _measured(spec, statistics) | statistics)
+
+
+def _short_histories(spec: JobSpec, options: Mapping[str, object]) -> list[str]:
+    """Warnings of sequences that may be longer than the histories that prepare kept.
+
+    `options` are those of the manifest; only MovieLens folders have a `history_length`.
+    """
+    kept = options.get("history_length")
+    return [
+        f"features[{index}].max_length is {feature.max_length}, but '{feature.source_column}' was "
+        f"prepared with at most {kept} movies; prepare with --history-length {feature.max_length} "
+        "or lower max_length"
+        for index, feature in enumerate(spec.features)
+        if isinstance(kept, int)
+        and feature.type == "sequence"
+        and feature.source_column.startswith("history_")
+        and (feature.max_length or 0) > kept
+    ]
 
 
 def _measured(spec: JobSpec, known: Mapping[str, float]) -> dict[str, float]:

@@ -129,7 +129,7 @@ def lease_windows(
 ) -> Sequence[int] | Callable[[int], tuple[int, ...]]:
     """Windows for a `LeaseBook`: row bounds of an epoch's, as `RowReader` decodes them.
 
-    None for a split that every reader keeps whole.
+    None of them, `()`, for a split that every reader keeps whole.
     """
     if source.decoded_bytes <= CACHE_BYTES:
         return ()

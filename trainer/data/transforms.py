@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
-from trainer.spec.data import FeatureSpec, VocabularySpec
+from trainer.spec.data import BucketizeSpec, FeatureSpec, HashingSpec, VocabularySpec
 from trainer.storage import Location
 
 MISSING_ID = 0
@@ -113,13 +113,15 @@ def encoder_of(feature: FeatureSpec, num_rows: int, folder: Location) -> IdEncod
     `num_rows` are those of its table, `folder` is where vocabularies lie. Raises a `DataError` for
     a vocabulary that is missing or cannot be read.
     """
-    if feature.hashing:
-        size = feature.hashing.num_buckets
-        return HashEncoder(num_rows if size == "auto" else size, feature.hashing.seed)
-    if feature.vocabulary:
-        return load_vocabulary(vocabulary_path(feature, folder), feature.vocabulary.min_count)
-    buckets = feature.bucketize
-    return BucketEncoder(buckets.boundaries, buckets.num_ids) if buckets else None
+    match feature.encoding:
+        case HashingSpec(num_buckets=size, seed=seed):
+            return HashEncoder(num_rows if size == "auto" else size, seed)
+        case VocabularySpec(min_count=min_count):
+            return load_vocabulary(vocabulary_path(feature, folder), min_count)
+        case BucketizeSpec(boundaries=boundaries, num_ids=num_ids):
+            return BucketEncoder(boundaries, num_ids)
+        case None:
+            return None
 
 
 def vocabulary_path(feature: FeatureSpec, folder: Location) -> Location:

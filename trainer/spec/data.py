@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -22,8 +22,14 @@ class HashingSpec(SpecModel):
     Ids are 1 to `num_buckets` - 1; `auto` takes the rows of the table.
     """
 
+    sized_by: ClassVar[str] = "num_buckets"
     num_buckets: Annotated[int, Field(ge=2, le=2**40)] | Literal["auto"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @property
+    def num_ids(self) -> int:
+        """With `auto` the fewest: that of what is missing, and one for values."""
+        return 2 if self.num_buckets == "auto" else self.num_buckets
 
 
 def _below_data_path(text: str) -> str:
@@ -41,9 +47,15 @@ class VocabularySpec(SpecModel):
     feature's own, if neither is given).
     """
 
+    sized_by: ClassVar[str] = "min_count"
     path: Annotated[PathText, AfterValidator(_below_data_path)] | None = None
     column: Identifier | None = None
     min_count: Count = 1
+
+    @property
+    def num_ids(self) -> int | None:
+        """Only the file tells."""
+        return None
 
 
 def _ascending(boundaries: tuple[float, ...]) -> tuple[float, ...]:
@@ -60,6 +72,7 @@ class BucketizeSpec(SpecModel):
     k + 1 for x >= b[k - 1]. NaN is missing.
     """
 
+    sized_by: ClassVar[str] = "boundaries"
     boundaries: Annotated[
         tuple[float, ...], Field(min_length=1, max_length=100_000), AfterValidator(_ascending)
     ]
@@ -68,6 +81,11 @@ class BucketizeSpec(SpecModel):
     def num_ids(self) -> int:
         return len(self.boundaries) + 2
 
+
+# What makes ids of raw values. `num_ids` says how many it needs rows for, None where the spec alone
+# does not tell, and `sized_by` which of its fields decides that.
+Encoding = HashingSpec | VocabularySpec | BucketizeSpec
+_ENCODINGS = ("hashing", "vocabulary", "bucketize")
 
 DEFAULT_MAX_LENGTH = 50
 
@@ -158,19 +176,20 @@ class FeatureSpec(SpecModel):
         return self.column or self.name
 
     @property
-    def num_ids(self) -> int | None:
-        """How many ids the encoding makes; None where the spec alone does not tell."""
-        if self.hashing and self.hashing.num_buckets != "auto":
-            return self.hashing.num_buckets
-        return self.bucketize.num_ids if self.bucketize else None
+    def _encodings(self) -> dict[str, Encoding]:
+        """By field; at most one in a spec that is valid."""
+        found = {name: getattr(self, name) for name in _ENCODINGS}
+        return {name: encoding for name, encoding in found.items() if encoding is not None}
 
     @property
-    def num_rows_needed(self) -> int | None:
-        """The fewest rows of its table that the encoding can do with; None where that is open.
+    def encoding(self) -> Encoding | None:
+        """What makes ids of the column's values; None where they are ids already."""
+        return next(iter(self._encodings.values()), None)
 
-        Hashing needs a row for values besides that of id 0.
-        """
-        return 2 if self.hashing and self.hashing.num_buckets == "auto" else self.num_ids
+    @property
+    def ids_field(self) -> str:
+        """The field that says which ids there are: that of the encoding, else `column`."""
+        return next(iter(self._encodings), "column")
 
     @property
     def is_sparse(self) -> bool:
@@ -210,8 +229,7 @@ class FeatureSpec(SpecModel):
 
     def _check_encoding(self) -> None:
         """A feature is encoded in at most one way, and only in one that fits its type."""
-        ways = ("hashing", "vocabulary", "bucketize")
-        given = [name for name in ways if getattr(self, name) is not None]
+        given = list(self._encodings)
         if len(given) > 1:
             message = f"'{self.name}' has {given[0]} already; choose one"
             raise problem("several_encodings", message, given[1])

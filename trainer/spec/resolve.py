@@ -44,7 +44,7 @@ def _largest_vocabulary(
         size = _num_ids(feature, vocab_sizes, read_sizes or {})
         if size is None:
             raise ManifestError(
-                f"features[{index}].column: the manifest has no vocabulary size for "
+                f"features[{index}].{feature.ids_field}: the manifest has no vocabulary size for "
                 f"'{feature.source_column}' (it has {', '.join(vocab_sizes) or 'none'}); set "
                 f"num_embeddings of table '{table.name}' or name another column"
             )
@@ -61,8 +61,8 @@ def _num_ids(
     feature: FeatureSpec, vocab_sizes: Mapping[str, int], read_sizes: Mapping[str, int]
 ) -> int | None:
     """How many ids a feature makes, or at least; None where nothing tells."""
-    if feature.bucketize or feature.hashing:
-        return feature.num_rows_needed
+    if feature.encoding and feature.encoding.num_ids is not None:
+        return feature.encoding.num_ids
     if feature.name in read_sizes:
         return read_sizes[feature.name]
     if feature.vocabulary is None:
@@ -80,30 +80,18 @@ def check_sizes(
     for index, feature in enumerate(spec.features):
         num_rows = rows[feature.table] if feature.table else None
         size = _num_ids(feature, vocab_sizes, read_sizes) if feature.table else None
-        if num_rows is not None and size is not None and size > num_rows:
-            raise TableTooSmallError(
-                f"features[{index}].column: '{feature.source_column}' holds ids 0 to {size - 1}, "
-                f"but table '{feature.table}' has {num_rows} rows; set its num_embeddings to "
-                f"'auto' or at least {size}, or hash the feature (features[{index}].hashing)"
-            )
+        if num_rows is not None and size is not None:
+            check_size(feature, f"features[{index}]", size, num_rows)
 
 
-def short_histories(spec: JobSpec, options: Mapping[str, object]) -> list[str]:
-    """Warnings of sequences that may be longer than the histories that prepare kept.
-
-    `options` are those of the manifest; only MovieLens folders have a `history_length`.
-    """
-    kept = options.get("history_length")
-    return [
-        f"features[{index}].max_length is {feature.max_length}, but '{feature.source_column}' was "
-        f"prepared with at most {kept} movies; prepare with --history-length {feature.max_length} "
-        "or lower max_length"
-        for index, feature in enumerate(spec.features)
-        if isinstance(kept, int)
-        and feature.type == "sequence"
-        and feature.source_column.startswith("history_")
-        and (feature.max_length or 0) > kept
-    ]
+def check_size(feature: FeatureSpec, path: str, num_ids: int, num_rows: int) -> None:
+    """Raise `TableTooSmallError` where a feature, which is at `path`, has more ids than rows."""
+    if num_ids > num_rows:
+        raise TableTooSmallError(
+            f"{path}.{feature.ids_field}: '{feature.source_column}' has ids 0 to {num_ids - 1}, "
+            f"but table '{feature.table}' has {num_rows} rows; set its num_embeddings to 'auto' or "
+            f"at least {num_ids}, or hash the feature ({path}.hashing)"
+        )
 
 
 def fill_statistics(spec: JobSpec, statistics: Mapping[str, float]) -> JobSpec:

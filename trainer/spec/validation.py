@@ -156,14 +156,14 @@ def check_encoded_sizes(spec: JobSections) -> None:
         table = tables[feature.table] if feature.table else None
         if table is None or table.dynamic is not None or table.num_embeddings == "auto":
             continue
-        needed = feature.num_rows_needed
-        if needed is not None and needed > table.num_embeddings:
-            field = "hashing.num_buckets" if feature.hashing else "bucketize.boundaries"
+        encoding = feature.encoding
+        needed = encoding.num_ids if encoding else None
+        if encoding and needed is not None and needed > table.num_embeddings:
             raise problem(
                 "vocabulary_too_large",
                 f"makes ids 0 to {needed - 1}, but table '{table.name}' has "
                 f"{table.num_embeddings} rows; lower it or raise num_embeddings",
-                f"features[{index}].{field}",
+                f"features[{index}].{feature.ids_field}.{encoding.sized_by}",
             )
 
 

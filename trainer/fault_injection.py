@@ -82,7 +82,7 @@ def arm(
 @cache
 def wrap() -> None:
     """Let what is armed, now or later, befall this process as it trains; for good."""
-    step_of = resolve_name("trainer.checkpoint.save_load:step_of")
+    step_of = resolve_name("trainer.checkpoint.files:step_of")
     at = {"step": 0, "exchange": -1, "apply": -1}  # -1: not now
 
     def begin_backward(_weighting: Any, loss: torch.Tensor, _weigh: Any) -> None:

@@ -22,7 +22,7 @@ from tests.benchmarks import checkpoint_stall_ranks as ranks
 from tests.benchmarks.report import BenchmarkReport, Goal, Run, log, main
 from tests.benchmarks.workload import Workload
 from tests.harness.ranks import run_ranks
-from trainer.checkpoint.save_load import list_committed
+from trainer.checkpoint.files import list_committed
 from trainer.protocol.run_dir import RunDir
 
 NAME = "checkpoint_stall"

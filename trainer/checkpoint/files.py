@@ -1,4 +1,4 @@
-"""Folders of checkpoints and their marker COMMIT.json, on a disk or on an object store.
+"""Folders of checkpoints, the marker COMMIT.json, and which are kept; on a disk or an object store.
 
 A checkpoint exists once its marker is on storage. The marker names step, layout, data position, and
 size and SHA-256 of every file, and carries a checksum of itself, so that a flipped bit in it is
@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,16 @@ from pydantic import ConfigDict, TypeAdapter
 from trainer.coordination.messages import EarlyStoppingState, EpochRows
 from trainer.coordination.sync_tuner import TunerState
 from trainer.errors import DataError, SourceMissingError, StorageError
+from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import (
     COMMIT_MARKER,
     FileRecord,
     RunDir,
+    file_record,
     fsync_folder,
     write_whole,
 )
+from trainer.spec.training import CheckpointSpec
 from trainer.storage import Location
 
 logger = logging.getLogger(__name__)
@@ -242,3 +247,103 @@ def write_marker(folder: Folder, commit: Commit) -> None:
         fsync_folder(folder.parent)
     else:
         (folder / COMMIT_MARKER).write_bytes(content)
+
+
+@dataclass(frozen=True)
+class CommittedCheckpoint:
+    """A checkpoint with a marker."""
+
+    path: Folder
+    commit: Commit
+
+
+def folder_name(step: int, run_label: str) -> str:
+    """Name of the checkpoint that the workers of `run_label` write at `step`."""
+    return f"step-{step:08d}-{run_label}"
+
+
+def step_of(name: str) -> int:
+    """The step in a name that `folder_name` gave, also of a damaged checkpoint; 0 in others."""
+    found = re.match(r"step-(\d+)", name)
+    return int(found[1]) if found else 0
+
+
+def _line_of(name: str) -> tuple[int, int]:
+    """(attempt, run in it) that wrote the checkpoint with this name; (0, 0) where it tells none."""
+    found = re.match(r"step-\d+-a(\d+)-r(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def list_committed(
+    checkpoints_dir: Folder, is_ignored: Callable[[str], bool] = lambda name: False
+) -> list[CommittedCheckpoint]:
+    """Checkpoints that exist, oldest first, but for those whose name `is_ignored`.
+
+    Those of a later attempt, or a later run of its workers, are newer whatever their step: it went
+    on from an earlier one, and what the workers before saved since is of a line that was left.
+
+    Raises `StorageError` where storage is away, as everything that lists checkpoints does.
+    """
+    found = [
+        CommittedCheckpoint(folder, commit)
+        for folder in find_folders(checkpoints_dir)
+        if not is_ignored(folder.name) and (commit := read_commit(folder)) is not None
+    ]
+    return sorted(
+        found, key=lambda each: (_line_of(each.path.name), each.commit.step, each.commit.time)
+    )
+
+
+def superseded_in(*run_dirs: Path) -> Callable[[str], bool]:
+    """Whether a checkpoint, by its name, was left behind by a rewind of the runs in `run_dirs`."""
+    rewinds = [read_rewind(RunDir(each).rewind_path) for each in run_dirs]
+    return lambda name: any(rewind.supersedes(name) for rewind in rewinds if rewind)
+
+
+def beyond_retention(
+    committed: Sequence[CommittedCheckpoint], policy: CheckpointSpec
+) -> list[CommittedCheckpoint]:
+    """Which of `committed` (oldest first) retention removes.
+
+    Of multiples of `keep_every_steps` the first checkpoint at or after each stays: at that multiple
+    exactly, wherever a checkpoint falls on it.
+    """
+    kept = list(committed[-policy.keep_last :])
+    if policy.keep_best:
+        kept += [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
+    if policy.keep_every_steps:
+        first: dict[int, CommittedCheckpoint] = {}
+        for checkpoint in committed:
+            first.setdefault(checkpoint.commit.step // policy.keep_every_steps, checkpoint)
+        kept += [checkpoint for multiple, checkpoint in first.items() if multiple > 0]
+    return [checkpoint for checkpoint in committed if checkpoint not in kept]
+
+
+def remove_uncommitted(
+    checkpoints_dir: Folder, is_garbage: Callable[[str], bool] = lambda name: True
+) -> list[Folder]:
+    """Delete folders of saves that were cut off, of those whose name `is_garbage`.
+
+    Gives those that have a marker which cannot be read.
+    """
+    damaged = []
+    for folder in find_folders(checkpoints_dir):
+        if not (folder / COMMIT_MARKER).exists():
+            if is_garbage(folder.name):
+                remove_folder(folder)
+        elif read_commit(folder) is None:
+            damaged.append(folder)
+    return damaged
+
+
+def matches(folder: Folder, name: str, record: FileRecord) -> bool:
+    """Whether a file is as it was recorded; raises `StorageError` where storage is away."""
+    file = folder / name
+    try:
+        if isinstance(file, Path):
+            return file_record(file) == record
+        return FileRecord(*file.size_and_sha256()) == record
+    except (FileNotFoundError, SourceMissingError):
+        return False
+    except OSError as error:
+        raise unreadable(folder, error) from error

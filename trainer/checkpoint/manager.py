@@ -25,11 +25,18 @@ from trainer.checkpoint import save_load
 from trainer.checkpoint.files import (
     FAULTS,
     Commit,
+    CommittedCheckpoint,
     Folder,
     RowOrder,
+    beyond_retention,
     checkpoints_of,
+    folder_name,
+    list_committed,
     remove_folder,
+    remove_uncommitted,
     set_aside,
+    step_of,
+    superseded_in,
 )
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, StagedPlanner, Staging
 from trainer.coordination.messages import EarlyStoppingState, LeaderProgress, Ledger
@@ -46,7 +53,6 @@ from trainer.data.position import (
 from trainer.failures import restart_delay_s
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
-from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 
@@ -179,7 +185,7 @@ class CheckpointManager:
         """
         self.wait()
         commit = self._commit(state, metrics, is_best)
-        name = save_load.folder_name(commit.step, self._config.run_label)
+        name = folder_name(commit.step, self._config.run_label)
         is_beside = self._config.spec.checkpoint.asynchronous and not is_last
         planner = self._staging.stage(tensors) if is_beside else None
         write = partial(
@@ -292,11 +298,12 @@ class CheckpointManager:
             logger.warning("old checkpoints stay for now: %s", error)
 
     def _retain(self) -> None:
-        committed = save_load.list_committed(self._folder)
+        committed = list_committed(self._folder)
         # The run was rewound behind these, and now has a checkpoint after the rewind.
-        old = [each for each in committed if self._is_superseded(each.path.name)]
+        is_superseded = superseded_in(self._config.run_dir)
+        old = [each for each in committed if is_superseded(each.path.name)]
         kept = [each for each in committed if each not in old]
-        old += save_load.superseded(kept, self._config.spec.checkpoint)
+        old += beyond_retention(kept, self._config.spec.checkpoint)
         for each in old:
             self._drop(each.path, remove_folder, "removed")
 
@@ -307,10 +314,10 @@ class CheckpointManager:
         except FAULTS as error:
             logger.warning("checkpoint %s could not be %s: %s", folder.name, done, error)
             return
-        step = save_load.step_of(folder.name)
+        step = step_of(folder.name)
         self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
 
-    def newest(self) -> save_load.CommittedCheckpoint | None:
+    def newest(self) -> CommittedCheckpoint | None:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
 
         Raises `CheckpointError` on every rank where nothing can be written or another attempt holds
@@ -318,7 +325,9 @@ class CheckpointManager:
         """
         save_load.prepare_folder(self._folder, self.group)
         save_load.of_first(self._clean_up, self.group)
-        found, damaged = save_load.newest_intact(self._folder, self._is_superseded, self.group)
+        found, damaged = save_load.newest_intact(
+            self._folder, superseded_in(self._config.run_dir), self.group
+        )
         if self._groups.rank == 0:
             for each in damaged:
                 self._set_aside(each.path)
@@ -340,13 +349,8 @@ class CheckpointManager:
 
     def _clean_up(self) -> None:
         self._check_owner()
-        for folder in save_load.remove_uncommitted(self._folder, self._is_garbage):
+        for folder in remove_uncommitted(self._folder, self._is_garbage):
             self._set_aside(folder)
-
-    def _is_superseded(self, name: str) -> bool:
-        """Whether the run was rewound to a checkpoint before this one."""
-        rewind = read_rewind(RunDir(self._config.run_dir).rewind_path)
-        return rewind is not None and rewind.supersedes(name)
 
     def _is_garbage(self, name: str) -> bool:
         """Whether an unfinished checkpoint may go: another group may be writing one right now."""

@@ -10,19 +10,25 @@ place and are collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint.files import Folder, RowOrder, folder_at, read_commit
+from trainer.checkpoint.files import (
+    CommittedCheckpoint,
+    Folder,
+    RowOrder,
+    folder_at,
+    read_commit,
+    superseded_in,
+)
 from trainer.checkpoint.manager import CheckpointManager, TrainState, resumed_state
 from trainer.checkpoint.save_load import (
     CheckpointError,
     CheckpointMismatch,
-    CommittedCheckpoint,
     is_intact,
     newest_intact,
     of_first,
@@ -31,8 +37,6 @@ from trainer.checkpoint.state_dict import METERS, load_packed, load_state
 from trainer.errors import StorageError
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
-from trainer.protocol.requests import read_rewind
-from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -156,22 +160,15 @@ def find_source(
             f"{_FIELD}.path: there is no folder {path} that the workers' hosts can see; name a "
             "checkpoint, or a folder of checkpoints, on storage that they share"
         )
-    found, damaged = newest_intact(folder, _left_behind_in(folder, runs_dir), group)
+    # The run's folder holds this one, or is in `runs_dir` where `checkpoint.path` is elsewhere.
+    run_dirs = [folder.parent, runs_dir / folder.parent.name]
+    is_superseded = superseded_in(*(each for each in run_dirs if isinstance(each, Path)))
+    found, damaged = newest_intact(folder, is_superseded, group)
     if found is None:
         raise CheckpointError(
             f"{_FIELD}.path: {folder} holds no checkpoint that is whole ({len(damaged)} damaged)"
         )
     return found
-
-
-def _left_behind_in(folder: Folder, runs_dir: Path) -> Callable[[str], bool]:
-    """Whether a checkpoint with that name comes after the one that its run was rewound to.
-
-    The run's folder holds `folder`, or is in `runs_dir` where `checkpoint.path` is elsewhere.
-    """
-    run_dirs = [folder.parent, runs_dir / folder.parent.name]
-    rewinds = [read_rewind(RunDir(p).rewind_path) for p in run_dirs if isinstance(p, Path)]
-    return lambda name: any(rewind.supersedes(name) for rewind in rewinds if rewind)
 
 
 def _look_at(path: Folder) -> tuple[CommittedCheckpoint | None, Folder | None]:

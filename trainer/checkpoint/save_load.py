@@ -15,10 +15,9 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -34,11 +33,12 @@ from torch.utils.serialization import config as serialization_config
 from trainer.checkpoint.files import (
     FAULTS,
     Commit,
+    CommittedCheckpoint,
     Folder,
     explain,
-    find_folders,
+    list_committed,
     make_writable,
-    read_commit,
+    matches,
     remove_folder,
     unreadable,
     write_marker,
@@ -46,8 +46,7 @@ from trainer.checkpoint.files import (
 from trainer.checkpoint.remote_io import METADATA, RemoteWriter, SafeLoadPlanner, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
 from trainer.parallel.collectives import in_background
-from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord, file_record
-from trainer.spec.training import CheckpointSpec
+from trainer.protocol.run_dir import FileRecord, file_record
 from trainer.storage import Location
 
 Result = TypeVar("Result")
@@ -63,87 +62,6 @@ class CheckpointMismatch(CheckpointError):
 
 class CheckpointRefused(CheckpointError):
     """No retry helps: storage refuses checkpoints (credentials, bucket), or one would run code."""
-
-
-@dataclass(frozen=True)
-class CommittedCheckpoint:
-    """A checkpoint with a marker."""
-
-    path: Folder
-    commit: Commit
-
-
-def folder_name(step: int, run_label: str) -> str:
-    """Name of the checkpoint that the workers of `run_label` write at `step`."""
-    return f"step-{step:08d}-{run_label}"
-
-
-def step_of(name: str) -> int:
-    """The step in a name that `folder_name` gave, also of a damaged checkpoint; 0 in others."""
-    found = re.match(r"step-(\d+)", name)
-    return int(found[1]) if found else 0
-
-
-def line_of(name: str) -> tuple[int, int]:
-    """(attempt, run in it) that wrote the checkpoint with this name; (0, 0) where it tells none."""
-    found = re.match(r"step-\d+-a(\d+)-r(\d+)", name)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def list_committed(
-    checkpoints_dir: Folder, is_ignored: Callable[[str], bool] = lambda name: False
-) -> list[CommittedCheckpoint]:
-    """Checkpoints that exist, oldest first, but for those whose name `is_ignored`.
-
-    Those of a later attempt, or a later run of its workers, are newer whatever their step: it went
-    on from an earlier one, and what the workers before saved since is of a line that was left.
-
-    Raises `StorageError` where storage is away, as everything that lists checkpoints does.
-    """
-    found = [
-        CommittedCheckpoint(folder, commit)
-        for folder in find_folders(checkpoints_dir)
-        if not is_ignored(folder.name) and (commit := read_commit(folder)) is not None
-    ]
-    return sorted(
-        found, key=lambda each: (line_of(each.path.name), each.commit.step, each.commit.time)
-    )
-
-
-def superseded(
-    committed: Sequence[CommittedCheckpoint], policy: CheckpointSpec
-) -> list[CommittedCheckpoint]:
-    """Which of `committed` (oldest first) retention removes.
-
-    Of multiples of `keep_every_steps` the first checkpoint at or after each stays: at that multiple
-    exactly, wherever a checkpoint falls on it.
-    """
-    kept = list(committed[-policy.keep_last :])
-    if policy.keep_best:
-        kept += [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
-    if policy.keep_every_steps:
-        first: dict[int, CommittedCheckpoint] = {}
-        for checkpoint in committed:
-            first.setdefault(checkpoint.commit.step // policy.keep_every_steps, checkpoint)
-        kept += [checkpoint for multiple, checkpoint in first.items() if multiple > 0]
-    return [checkpoint for checkpoint in committed if checkpoint not in kept]
-
-
-def remove_uncommitted(
-    checkpoints_dir: Folder, is_garbage: Callable[[str], bool] = lambda name: True
-) -> list[Folder]:
-    """Delete folders of saves that were cut off, of those whose name `is_garbage`.
-
-    Gives those that have a marker which cannot be read.
-    """
-    damaged = []
-    for folder in find_folders(checkpoints_dir):
-        if not (folder / COMMIT_MARKER).exists():
-            if is_garbage(folder.name):
-                remove_folder(folder)
-        elif read_commit(folder) is None:
-            damaged.append(folder)
-    return damaged
 
 
 def save(
@@ -279,19 +197,6 @@ def is_intact(checkpoint: CommittedCheckpoint, group: dist.ProcessGroup | None =
         lambda: all(matches(checkpoint.path, name, files[name]) for name in names), group
     )
     return all(verdicts)
-
-
-def matches(folder: Folder, name: str, record: FileRecord) -> bool:
-    """Whether a file is as it was recorded; raises `StorageError` where storage is away."""
-    file = folder / name
-    try:
-        if isinstance(file, Path):
-            return file_record(file) == record
-        return FileRecord(*file.size_and_sha256()) == record
-    except (FileNotFoundError, SourceMissingError):
-        return False
-    except OSError as error:
-        raise unreadable(folder, error) from error
 
 
 def newest_intact(

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 from torch import nn
 
-from trainer.checkpoint.save_load import CommittedCheckpoint
+from trainer.checkpoint.files import CommittedCheckpoint
 from trainer.data.decode import InputColumn, RowLayout
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import is_data_file, read_schema

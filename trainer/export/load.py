@@ -12,13 +12,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from trainer.checkpoint.files import Folder, checkpoints_of, folder_at, read_commit
-from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, load, matches
+from trainer.checkpoint.files import (
+    CommittedCheckpoint,
+    Folder,
+    checkpoints_of,
+    folder_at,
+    list_committed,
+    matches,
+    read_commit,
+    superseded_in,
+)
+from trainer.checkpoint.save_load import load
 from trainer.checkpoint.state_dict import name_in_table_place, stored_sizes, table_of
 from trainer.export.artifact import ExportError
 from trainer.export.program import TABLE_FORMS
 from trainer.models.networks import build_model
-from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
@@ -61,8 +69,8 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     if not committed:
         raise ExportError(f"{folder} holds no checkpoint yet; let the job save")
     if wanted in ("newest", "best"):
-        rewind = read_rewind(run_dir.rewind_path)
-        counted = [each for each in committed if not (rewind and rewind.supersedes(each.path.name))]
+        is_superseded = superseded_in(run_dir.root)
+        counted = [each for each in committed if not is_superseded(each.path.name)]
         best = [each for each in counted if each.commit.is_best]
         if wanted == "best" and best:
             return _whole(best[-1])

@@ -29,8 +29,8 @@ from tests.integration.ranks.checkpoint_cases import (
 )
 from trainer import fault_injection
 from trainer.checkpoint import manager
+from trainer.checkpoint.files import list_committed
 from trainer.checkpoint.manager import CheckpointManager, TrainState
-from trainer.checkpoint.save_load import list_committed
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.coordination.client import HeartbeatReporter
 from trainer.layout.layout import Layout

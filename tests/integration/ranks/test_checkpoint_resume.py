@@ -27,8 +27,7 @@ from tests.harness.sessions import (
     train_session,
 )
 from trainer.checkpoint import resume
-from trainer.checkpoint.files import remove_folder
-from trainer.checkpoint.save_load import list_committed
+from trainer.checkpoint.files import list_committed, remove_folder
 from trainer.data.batches import Batch
 from trainer.models.sparse import SparseArch
 from trainer.parallel.optimizer import Optimizers

@@ -30,7 +30,7 @@ from tests.integration.ranks.save_cases import (
     sweep_beside_another_group,
     train_over_a_failed_save,
 )
-from trainer.checkpoint.save_load import list_committed
+from trainer.checkpoint.files import list_committed
 from trainer.protocol.events import CheckpointCommitted, Metrics
 from trainer.protocol.run_dir import RunDir
 

@@ -15,7 +15,7 @@ from tests.harness.elastic_checks import check_copies
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import assert_alike, config_of, next_run, told, train_session
 from tests.harness.wait import scaled
-from trainer.checkpoint.save_load import list_committed
+from trainer.checkpoint.files import list_committed
 from trainer.layout.cost import cpu_cluster
 from trainer.protocol.events import Metrics, Note, Progress, WorkersStarted
 from trainer.protocol.run_dir import RunDir

@@ -37,10 +37,15 @@ from tests.integration.ranks.save_cases import (
     open_unwritable,
 )
 from trainer.checkpoint import save_load
-from trainer.checkpoint.files import checkpoints_of, make_writable, set_aside
+from trainer.checkpoint.files import (
+    checkpoints_of,
+    list_committed,
+    make_writable,
+    remove_uncommitted,
+    set_aside,
+)
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.resume import warm_start
-from trainer.checkpoint.save_load import list_committed, remove_uncommitted
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.protocol import events
 from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted

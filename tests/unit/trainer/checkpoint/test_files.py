@@ -15,15 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.checkpoint.files import Commit, RowOrder, read_commit, remove_folder, write_marker
-from trainer.checkpoint.manager import TrainState, state_of
-from trainer.checkpoint.save_load import (
+from trainer.checkpoint.files import (
+    Commit,
     CommittedCheckpoint,
+    RowOrder,
+    beyond_retention,
     list_committed,
     matches,
+    read_commit,
+    remove_folder,
     remove_uncommitted,
-    superseded,
+    write_marker,
 )
+from trainer.checkpoint.manager import TrainState, state_of
 from trainer.coordination.messages import EpochRows, Ledger
 from trainer.data.position import position_of
 from trainer.errors import StorageError
@@ -142,7 +146,7 @@ def test_retention_keeps_the_newest_and_the_best(
         for step, is_best in enumerate(best_flags)
     ]
     policy = CheckpointSpec(keep_last=keep_last, keep_best=keep_best)
-    removed = superseded(committed, policy)
+    removed = beyond_retention(committed, policy)
     kept = [checkpoint for checkpoint in committed if checkpoint not in removed]
     assert kept[-keep_last:] == committed[-keep_last:]
     best = [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
@@ -159,7 +163,7 @@ def test_retention_keeps_one_for_each_multiple(
     kept: list[CommittedCheckpoint] = []
     for step in steps:  # as a run does: after every save
         kept.append(CommittedCheckpoint(Path(str(step)), commit(step)))
-        removed = superseded(kept, policy)
+        removed = beyond_retention(kept, policy)
         kept = [checkpoint for checkpoint in kept if checkpoint not in removed]
     found = [checkpoint.commit.step for checkpoint in kept]
     assert set(found) >= {step for step in steps if step % keep_every == 0}

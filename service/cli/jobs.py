@@ -58,6 +58,16 @@ def ps(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
+    search: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only jobs with this in their name or id.")
+    ] = "",
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BOUND",
+            help="Only jobs whose newest value is so, as in 'validation/ne<0.8'; repeatable.",
+        ),
+    ] = None,
     project: Annotated[str | None, typer.Option(help="Only jobs of this project.")] = None,
     label: Annotated[
         list[str] | None, typer.Option(help="Only jobs with this label, KEY=VALUE; repeatable.")
@@ -74,7 +84,9 @@ def ps(
         statuses=status or (),
         name=name,
         project=project,
-        labels=[_split_label(each) for each in label or ()],
+        labels=label or (),
+        metrics=metric or (),
+        search=search,
         created_after=_unix_s(since),
         created_before=_unix_s(until),
     )
@@ -91,13 +103,6 @@ def _unix_s(moment: datetime | None) -> float | None:
         return None if moment is None else moment.timestamp()
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{moment} is beyond all times; give one near now") from None
-
-
-def _split_label(label: str) -> tuple[str, str]:
-    key, separator, value = label.partition("=")
-    if not key or not separator:
-        raise typer.BadParameter(f"{label!r} is no label; give KEY=VALUE, as in team=ads")
-    return key, value
 
 
 def show(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:

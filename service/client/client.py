@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import httpx
+from pydantic import ValidationError
 
 from service.client.errors import ShardloomError, TraceLost
 from service.client.resources import AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCalls
@@ -25,8 +26,9 @@ from service.client.transport import (
     items_of_pages,
     job_path,
     path_of,
+    refusal,
 )
-from service.domain.models import JobStatus
+from service.domain.job_filter import JobFilter
 from service.domain.timeline import Trace
 from service.schemas.admin import ClusterOut, ProjectOut
 from service.schemas.common import Page
@@ -45,26 +47,11 @@ from service.schemas.jobs import (
     TraceRequested,
 )
 from service.schemas.plans import PlansOut
+from trainer.spec.base import problems_of
 from trainer.spec.job import JobSpec
 
 TRACE_TIMEOUT_S = 600.0
 PLAN_LIMIT_S = 60.0
-
-
-class JobFilters(TypedDict, total=False):
-    """Which jobs are listed: those that fit everything given. Times are Unix seconds.
-
-    `search` is a part of the name or id; `metrics` are bounds as in `validation/rmse<0.9`.
-    """
-
-    statuses: Sequence[JobStatus]
-    name: str | None
-    search: str
-    metrics: Sequence[str]
-    project: str | None
-    labels: Mapping[str, str] | Sequence[tuple[str, str]]
-    created_after: float | None
-    created_before: float | None
 
 
 class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCalls):
@@ -121,20 +108,20 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         patience = httpx.Timeout(REQUEST_TIMEOUT_S, read=time_limit_s + REQUEST_TIMEOUT_S)
         return self._request("POST", "/v1/plans", PlansOut, json=body, timeout=patience)
 
-    def list_jobs(
-        self, *, after: str | None = None, limit: int = 50, **filters: Unpack[JobFilters]
-    ) -> Page[JobSummary]:
-        """One page of jobs, newest first; `next` of a page is the `after` of the following one."""
-        labels, statuses = filters.pop("labels", {}), filters.pop("statuses", ())
-        params: dict[str, Any] = {"after": after, "limit": limit, "status": list(statuses)}
-        params["metric"] = list(filters.pop("metrics", ()))
-        pairs = labels.items() if isinstance(labels, Mapping) else labels
-        params |= {"label": [f"{key}={value}" for key, value in pairs], **filters}
-        return self._get("/v1/jobs", Page[JobSummary], params)
+    def list_jobs(self, *, limit: int = 50, **filters: Any) -> Page[JobSummary]:
+        """One page of jobs, newest first, by `filters` as in `JobFilter`.
 
-    def iter_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobSummary]:
-        """Every job, newest first, fetched page by page as they are consumed."""
-        return items_of_pages(lambda after: self.list_jobs(after=after, **filters))
+        `next` of a page is the `after` of the following one. Raises `InvalidRequest`.
+        """
+        try:
+            params = JobFilter(**filters).params
+        except ValidationError as error:
+            raise refusal("the filters of a list of jobs", problems_of(error.errors())) from None
+        return self._get("/v1/jobs", Page[JobSummary], {"limit": limit, **params})
+
+    def iter_jobs(self, **filters: Any) -> Iterator[JobSummary]:
+        """Every job, newest first, by `filters` as in `JobFilter`; fetched page by page."""
+        return items_of_pages(lambda after: self.list_jobs(**{**filters, "after": after}))
 
     def get_job(self, job: str) -> JobDetail:
         """Read a job; raises `NotFound`."""

@@ -36,6 +36,7 @@ from service.client.errors import (
 from service.network import is_loopback
 from service.schemas.common import Page, Problem
 from service.schemas.jobs import JobDetail
+from trainer.spec.base import FieldProblem
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 REQUEST_TIMEOUT_S = 30.0
@@ -115,7 +116,7 @@ def path_of(kind: str, name: str, *parts: str) -> str:
     names = (name, *parts)
     if not {"", ".", ".."}.isdisjoint(names):
         # A URL has no such names: the request would be about what is above.
-        raise _refusal(
+        raise refusal(
             f"{'/'.join(names)!r} names nothing in {kind}: an id or a name is not '', . or .."
         )
     return f"/v1/{kind}/{'/'.join(quote(each, safe='', errors='replace') for each in names)}"
@@ -124,9 +125,11 @@ def path_of(kind: str, name: str, *parts: str) -> str:
 job_path = partial(path_of, "jobs")
 
 
-def _refusal(detail: str) -> InvalidRequest:
+def refusal(detail: str, fields: Sequence[FieldProblem] = ()) -> InvalidRequest:
     """The error of a request that is not sent."""
-    problem = Problem(title="Not sent", status=422, detail=detail, code="not_sent")
+    problem = Problem(
+        title="Not sent", status=422, detail=detail, code="not_sent", fields=[*fields]
+    )
     return InvalidRequest(problem)
 
 
@@ -375,7 +378,7 @@ class Connection:
         try:
             request = self._http.build_request(method, path, params=given, **content)
         except (httpx.InvalidURL, TypeError, ValueError) as error:
-            raise _refusal(
+            raise refusal(
                 f"the request cannot be written ({error}); leave out binary values, sets, .nan, "
                 ".inf, texts that are no UTF-8 and names of more than 64 KiB"
             ) from None

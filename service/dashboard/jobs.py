@@ -11,12 +11,13 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlencode
 
 from nicegui import ui
+from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
 from service.dashboard import views
@@ -24,11 +25,12 @@ from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, link_button, page_frame
 from service.db.jobs import JobStore
-from service.db.queries import JobFilter, MetricBound
-from service.domain.auth import Principal, Role
+from service.domain.auth import Role
+from service.domain.job_filter import JobFilter, MetricBound
+from service.domain.metrics import watched_names
 from service.domain.models import Job, JobStatus
 from service.domain.timeline import counted
-from service.errors import InvalidRequest, StoreUnavailable
+from service.errors import StoreUnavailable
 from service.schemas import wording
 
 REFRESH_INTERVAL_S = 1.0
@@ -104,16 +106,18 @@ class JobQuery:
     def is_filtered(self) -> bool:
         return replace(self, columns=DEFAULT_COLUMNS) != JobQuery()
 
-    def filter_for(self, reader: Principal) -> JobFilter:
-        """The filter of the store for what `reader` may see; raises `InvalidRequest`."""
-        return JobFilter(
-            after=self.after or None,
-            statuses=self.statuses,
-            search=self.search.strip(),
-            project=self.project or None,
-            projects=reader.projects,
-            labels=[label.partition("=")[::2] for label in self.labels if "=" in label],
-            metrics=[MetricBound.parse(self.metric)] if self.metric.strip() else (),
+    @property
+    def wanted(self) -> JobFilter:
+        """The filter of the store; raises ValidationError."""
+        return JobFilter.model_validate(
+            {
+                "after": self.after or None,
+                "statuses": self.statuses,
+                "search": self.search.strip(),
+                "project": self.project or None,
+                "labels": [label for label in self.labels if "=" in label[1:]],
+                "metrics": [self.metric] if self.metric.strip() else [],
+            }
         )
 
 
@@ -146,16 +150,16 @@ class ListFeed:
         # By job: the step that it was at, and its curve then.
         self._sparks: OrderedDict[str, tuple[int, str]] = OrderedDict()
 
-    def latest(self, wanted: JobFilter) -> ListSnapshot:
+    def latest(self, wanted: JobFilter, projects: Collection[str] | None = None) -> ListSnapshot:
         """The jobs of a page, as they were at most `LIST_MAX_AGE_S` ago."""
-        key = repr(wanted)
+        key = repr((wanted, projects))
         with self._lock:
             now = self._clock()
             expires_at, snapshot = self._read.get(key, (-math.inf, None))
             if snapshot is None or now >= expires_at:
                 # Readers with other filters come and go; what is stale need not be kept.
                 self._read = {other: kept for other, kept in self._read.items() if kept[0] > now}
-                jobs, following = self._store.list_jobs(wanted, limit=PAGE_SIZE)
+                jobs, following = self._store.list_jobs(wanted, projects=projects, limit=PAGE_SIZE)
                 snapshot = ListSnapshot([*map(self._placed, jobs)], following)
                 self._read[key] = (now + LIST_MAX_AGE_S, snapshot)
             return snapshot
@@ -170,8 +174,7 @@ class ListFeed:
 
     def read_spark(self, job: Job) -> None:
         """Read the curve of a job's watched metric: on validation, else in training, else loss."""
-        watched = job.spec.model.watched_metric
-        for name in (f"validation/{watched}", f"train/{watched}", "train/loss"):
+        for name in watched_names(job.spec.model.watched_metric):
             found = self._store.metric_sample(job.id, name, SPARK_POINTS)
             if len(found) > 1:
                 break
@@ -321,9 +324,9 @@ class ListPage:
     async def refresh(self) -> None:
         query, fault = self._query, ""
         try:
-            wanted = query.filter_for(self._reader)
-            snapshot = await asyncio.to_thread(self._feed.latest, wanted)
-        except InvalidRequest:
+            wanted = query.wanted
+            snapshot = await asyncio.to_thread(self._feed.latest, wanted, self._reader.projects)
+        except ValidationError:
             self._show()  # What was shown last: the field says what is wrong.
             return
         except StoreUnavailable as error:
@@ -451,7 +454,7 @@ def _label_fault(text: str | None) -> str | None:
 def _metric_fault(text: str | None) -> str | None:
     try:
         MetricBound.parse(text) if text else None
-    except InvalidRequest:
+    except ValueError:
         return "as in validation/rmse<0.9"
     return None
 

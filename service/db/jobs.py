@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,6 @@ from service.db.engine import (
     repeated,
     stored_revision,
 )
-from service.db.queries import ALL_JOBS, JobFilter
 from service.db.tables import (
     LIVE,
     attempts,
@@ -62,6 +61,7 @@ from service.db.tables import (
 )
 from service.db.webhooks import add_timeline
 from service.domain.ingest import apply_events
+from service.domain.job_filter import ALL_JOBS, JobFilter
 from service.domain.models import (
     Attempt,
     Checkpoint,
@@ -150,15 +150,22 @@ class JobStore(Transactions):
             return job, queries.read_attempt(connection, job.current_attempt_id)
 
     def list_jobs(
-        self, wanted: JobFilter = ALL_JOBS, *, limit: int = 50
+        self,
+        wanted: JobFilter = ALL_JOBS,
+        *,
+        projects: Collection[str] | None = None,
+        limit: int = 50,
     ) -> tuple[list[Job], str | None]:
-        """Newest first; the cursor is the id of the last job of the page."""
+        """Newest first; the cursor is the id of the last job of the page.
+
+        `projects` are those whose jobs may be seen, None for all.
+        """
         if wanted.project is not None:
-            may_be_seen = wanted.projects is None or wanted.project in wanted.projects
-            wanted = replace(wanted, projects=[wanted.project] if may_be_seen else [])
-        if wanted.projects is not None and not wanted.projects:
+            may_be_seen = projects is None or wanted.project in projects
+            projects = [wanted.project] if may_be_seen else []
+        if projects is not None and not projects:
             return [], None
-        found = self.rows(queries.select_page(wanted, limit + 1))
+        found = self.rows(queries.select_page(wanted, projects, limit + 1))
         page = found[:limit]
         return self._readable(page), page[-1]["id"] if len(found) > limit else None
 

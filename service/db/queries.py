@@ -8,9 +8,8 @@ and merged; only then are the rows of the page read.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -47,6 +46,7 @@ from service.db.tables import (
 )
 from service.db.webhooks import add_timeline
 from service.domain.ingest import IngestResult
+from service.domain.job_filter import JobFilter, MetricBound
 from service.domain.metrics import admitted
 from service.domain.models import (
     Attempt,
@@ -60,12 +60,10 @@ from service.domain.timeline import timeline_event
 from service.errors import (
     AttemptNotFound,
     IdempotencyConflict,
-    InvalidRequest,
     JobNotFound,
     StaleVersion,
 )
 from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
-from trainer.spec.base import FieldProblem
 
 # Statuses and projects, of which a job has one each; an empty set of statuses or None is any.
 Kind = tuple[Collection[JobStatus], Collection[str] | None]
@@ -81,56 +79,6 @@ _MAX_CHECKPOINT_METRICS = 200
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
 
-# Without names of groups, which JSON Schema writes in another way than Python.
-METRIC_BOUND = r"^([^<>=\s]+)\s*([<>]=?)\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]{1,3})?)$"
-
-
-@dataclass(frozen=True)
-class MetricBound:
-    """What the newest value of a metric must be; NaN and a metric that is not there never are."""
-
-    name: str
-    comparison: str
-    value: float
-
-    @classmethod
-    def parse(cls, text: str) -> MetricBound:
-        """The bound in `validation/ne < 0.8`; raises `InvalidRequest`."""
-        found = re.fullmatch(METRIC_BOUND, text.strip())
-        try:
-            if found:
-                return cls(found[1], found[2], float(found[3]))
-        except ValueError:
-            pass
-        message = f"'{text}' is not as in validation/ne<0.8, with <, <=, > or >="
-        raise InvalidRequest([FieldProblem("metric", "metric_bound", message)])
-
-
-@dataclass(frozen=True)
-class JobFilter:
-    """Which jobs are wanted.
-
-    `projects` are those whose jobs may be shown, None for all; `labels` must all be there, and
-    every one of `metrics` must hold. `search` is a part of the name or of the id.
-    `created_after` (inclusive) and `created_before` (exclusive) are Unix seconds; `after` is the
-    id of the last job of the page before.
-    """
-
-    after: str | None = None
-    statuses: Collection[JobStatus] = ()
-    name: str | None = None
-    search: str = ""
-    project: str | None = None
-    projects: Collection[str] | None = None
-    labels: Sequence[tuple[str, str]] = ()
-    metrics: Collection[MetricBound] = ()
-    created_after: float | None = None
-    created_before: float | None = None
-
-
-ALL_JOBS = JobFilter()
-
-
 def select_jobs() -> Select[Any]:
     """Jobs joined with their progress, as `rows.job_of` reads them: specs as they are stored."""
     spec = type_coerce(jobs.c.spec, Text).label("spec")
@@ -138,21 +86,21 @@ def select_jobs() -> Select[Any]:
     return select(*_JOB_COLUMNS, spec, *job_progress.c).select_from(joined)
 
 
-def select_page(wanted: JobFilter, limit: int) -> Select[Any]:
-    """The newest `limit` jobs that a filter wants."""
-    walks = [_walk(wanted, kind, limit) for kind in _kinds(wanted)]
+def select_page(wanted: JobFilter, projects: Collection[str] | None, limit: int) -> Select[Any]:
+    """The newest `limit` jobs that a filter wants, of some projects or of all."""
+    walks = [_walk(wanted, kind, limit) for kind in _kinds(wanted.statuses, projects)]
     merged = union_all(*(select(walk.subquery().c.id) for walk in walks)).subquery()
     page = select(merged.c.id).order_by(merged.c.id.desc()).limit(limit)
     return select_jobs().where(jobs.c.id.in_(page)).order_by(jobs.c.id.desc())
 
 
-def _kinds(wanted: JobFilter) -> list[Kind]:
+def _kinds(statuses: Collection[JobStatus], projects: Collection[str] | None) -> list[Kind]:
     """One kind for each walk: its jobs lie newest first in an index."""
-    statuses: list[Collection[JobStatus]] = [(each,) for each in sorted(set(wanted.statuses))]
-    projects: list[Collection[str] | None] = [(name,) for name in sorted(wanted.projects or ())]
-    if len(statuses) * len(projects) > _MAX_WALKS:
-        return [(wanted.statuses, wanted.projects)]
-    return list(product(statuses or [()], projects or [None]))
+    by_status: list[Collection[JobStatus]] = [(each,) for each in sorted(set(statuses))]
+    by_project: list[Collection[str] | None] = [(name,) for name in sorted(projects or ())]
+    if len(by_status) * len(by_project) > _MAX_WALKS:
+        return [(statuses, projects)]
+    return list(product(by_status or [()], by_project or [None]))
 
 
 def _walk(wanted: JobFilter, kind: Kind, limit: int) -> Select[Any]:

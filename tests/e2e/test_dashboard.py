@@ -20,8 +20,8 @@ from service import storage
 from service.dashboard import panels, spec_text
 from service.dashboard.jobs import PAGE_SIZE, ListFeed, ListSnapshot
 from service.db.jobs import JobStore
-from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
+from service.domain.job_filter import JobFilter
 from service.domain.models import Job, JobStatus
 from service.domain.sweeps import Parameter, Sweep, Trial
 from service.errors import StoreUnavailable
@@ -188,10 +188,10 @@ def test_two_quick_clicks_turn_one_page_and_the_way_back_is_one_click(
 ) -> None:
     latest, clicked = ListFeed.latest, threading.Event()
 
-    def held(feed: ListFeed, wanted: JobFilter) -> ListSnapshot:
+    def held(feed: ListFeed, wanted: JobFilter, projects: None) -> ListSnapshot:
         if wanted.after:
             clicked.wait(scaled(60))
-        return latest(feed, wanted)
+        return latest(feed, wanted, projects)
 
     monkeypatch.setattr(ListFeed, "latest", held)
     for number in range(PAGE_SIZE + 1):

@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from service.backends.fake import Script
-from service.db.queries import JobFilter
 from service.domain.auth import AuditFilter, login_code
+from service.domain.job_filter import JobFilter
 from tests.e2e.conftest import LIVE_MS, open_tab, serious_faults, serve, tell
 from tests.harness.builders import metrics, progress, queued_job, spec_document, workers_started
 from tests.harness.databases import SqliteTemplate, store_job
@@ -104,7 +104,7 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     house.backend.play(job.id, Script(("succeeded",)))
     expect(heading).to_contain_text("succeeded", timeout=LIVE_MS)
     tab.get_by_role("link", name="New from this").click()
-    tab.get_by_label("training epochs").fill("5")
+    tab.get_by_label("training.epochs").fill("5")
     expect(command).to_contain_text("--set training.epochs=5", timeout=LIVE_MS)
     expect(command).to_contain_text(f"clone {job.id}")
     tab.get_by_role("button", name="Submit").click()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Response, status
@@ -29,9 +28,9 @@ from service.api.deps import (
 from service.api.planning import plan_of
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
-from service.db.queries import METRIC_BOUND, JobFilter, MetricBound
 from service.domain.auth import Principal, Role
-from service.domain.models import Job, JobStatus
+from service.domain.job_filter import JobFilter
+from service.domain.models import Job
 from service.errors import reaching_storage
 from service.jobs import actions
 from service.jobs.run_storage import run_dir_of
@@ -54,15 +53,8 @@ from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=ThreadRoute)
-# Each label is a join of its own.
-_MAX_LABELS = 20
-_MAX_ALTERNATIVES = 20
 # Checkpoints may be many files; a deletion that takes longer goes on, and can be asked for again.
 _DELETION_S = 300.0
-LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
-MetricQuery = Annotated[
-    str, Field(pattern=METRIC_BOUND, max_length=300, examples=["validation/ne<0.8"])
-]
 KeyHeader = Annotated[
     str | None,
     Header(
@@ -142,62 +134,17 @@ def _create(
     return job
 
 
+class JobQuery(JobFilter):
+    limit: int = Field(default=50, ge=1, le=200)
+
+
 @router.get("", summary="List jobs, newest first")
 def list_jobs(
-    context: ContextDep,
-    principal: PrincipalDep,
-    after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    statuses: Annotated[
-        list[JobStatus] | None, Query(alias="status", max_length=_MAX_ALTERNATIVES)
-    ] = None,
-    name: Annotated[str | None, Query(examples=["movielens-demo"])] = None,
-    search: Annotated[
-        str, Query(max_length=200, description="A part of the name or of the id.")
-    ] = "",
-    project: Annotated[str | None, Query(examples=["ads"])] = None,
-    labels: Annotated[
-        list[LabelQuery] | None,
-        Query(
-            alias="label",
-            max_length=_MAX_LABELS,
-            description="`KEY=VALUE`; of several, all must hold.",
-        ),
-    ] = None,
-    metrics: Annotated[
-        list[MetricQuery] | None,
-        Query(
-            alias="metric",
-            max_length=_MAX_LABELS,
-            description="`NAME<VALUE` (or `<=`, `>`, `>=`) of the newest value; all must hold.",
-        ),
-    ] = None,
-    created_after: Annotated[
-        datetime | None, Query(description="ISO 8601 (UTC if it names no zone) or Unix seconds.")
-    ] = None,
-    created_before: Annotated[datetime | None, Query(description="As `created_after`.")] = None,
+    context: ContextDep, principal: PrincipalDep, query: Annotated[JobQuery, Query()]
 ) -> Page[JobSummary]:
-    """One page of jobs; several `status` parameters are alternatives."""
-    wanted = JobFilter(
-        after=after,
-        statuses=statuses or (),
-        name=name,
-        search=search,
-        project=project,
-        projects=principal.projects,
-        labels=[label.partition("=")[::2] for label in labels or ()],
-        metrics=[MetricBound.parse(text) for text in metrics or ()],
-        created_after=_unix_s(created_after),
-        created_before=_unix_s(created_before),
-    )
-    jobs, following = context.store.list_jobs(wanted, limit=limit)
+    """One page of the jobs for which everything holds that is given."""
+    jobs, following = context.store.list_jobs(query, projects=principal.projects, limit=query.limit)
     return Page(items=[summary_of(context.reconciler.placed(job)) for job in jobs], next=following)
-
-
-def _unix_s(moment: datetime | None) -> float | None:
-    if moment is None:
-        return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 @router.get("/{job}", summary="Read a job")

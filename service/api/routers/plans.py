@@ -20,8 +20,8 @@ from service.api.deps import (
 from service.api.planning import plans_view
 from service.backends.base import hosts_for
 from service.db.jobs import JobStore
-from service.db.queries import JobFilter
 from service.domain.auth import Principal, Role
+from service.domain.job_filter import JobFilter
 from service.domain.models import JobStatus
 from service.errors import NoPlan
 from service.jobs.planning import Limit, calibration_of, plan_job

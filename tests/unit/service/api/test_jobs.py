@@ -19,6 +19,7 @@ from service.api.views import progress_of
 from service.backends.base import ClusterWatch
 from service.backends.fake import Script
 from service.db.engine import newest_revision
+from service.domain.job_filter import JobFilter
 from service.domain.lifecycle import decide
 from service.domain.models import JobStatus, Observation, ObservedState, Progress
 from service.jobs.logs import LogPosition
@@ -375,9 +376,12 @@ def test_jobs_are_listed_by_project_labels_status_name_and_time(api: Api) -> Non
 def test_ps_passes_every_filter_on(service: FakeService) -> None:
     labels = ["team=red", "tier=1", "team=blue"]
     command = ["ps", "--project", "ads", *(f"--label={label}" for label in labels)]
+    command += ["--status=queued", "--name=n", "--search=x", "--metric", "ne<0.5"]
     result = shardloom(*command, "--since", "2026-11-20", "--until", "2026-11-21T12:00:00")
     assert result.exit_code == 0, result.output
     asked = service.requests[-1].url.params
+    fields = JobFilter.model_fields.items()
+    assert {field.alias or name for name, field in fields} <= {*asked, "after"}
     assert (asked["project"], asked.get_list("label")) == ("ads", labels)
     passed_s = float(asked["created_before"]) - float(asked["created_after"])
     assert passed_s == 36 * 3600

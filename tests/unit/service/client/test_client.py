@@ -238,7 +238,10 @@ def test_jobs_are_fetched_page_by_page():
     assert found == ["b", "a"]
     assert script.requests[1].url.params["after"] == "b"
     params = script.requests[1].url.params
-    assert (params["status"], params["search"], params["metric"]) == ("RUNNING", "x", "a<1")
+    assert (params["status"], params["search"], params["metric"]) == ("RUNNING", "x", "a<1.0")
+    with pytest.raises(InvalidRequest, match="filters") as refused:
+        Script().client().list_jobs(serch="x", labels=["team"])
+    assert {fault.path for fault in refused.value.fields} == {"serch", "labels[0]"}
 
 
 def test_a_job_name_is_quoted_in_the_path():

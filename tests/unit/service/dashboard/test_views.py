@@ -16,6 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
 from service.app import create_app
@@ -26,8 +27,7 @@ from service.dashboard.jobs import LIST_MAX_AGE_S, JobQuery, ListFeed, spark_pat
 from service.dashboard.panels import suggested_source
 from service.dashboard.snapshots import MAX_CHART_POINTS, load_job, read_points
 from service.db.jobs import JobStore
-from service.db.queries import ALL_JOBS, JobFilter, MetricBound
-from service.domain.auth import LOCAL, Principal, Role
+from service.domain.job_filter import ALL_JOBS, JobFilter
 from service.domain.models import (
     Checkpoint,
     EndReason,
@@ -38,7 +38,7 @@ from service.domain.models import (
     TimelineEvent,
 )
 from service.domain.sharding import newest_workers
-from service.errors import InvalidRequest, JobNotFound
+from service.errors import JobNotFound
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, workers_started
 from tests.harness.databases import store_attempt, store_job
@@ -100,7 +100,7 @@ def test_a_job_that_does_not_run_shows_why_instead_of_an_eta() -> None:
     assert views.job_row(running_job(pause_requested=True), NOW)["aside"] == "pausing"
 
 
-def test_the_address_of_the_list_holds_its_filters_and_never_those_of_other_projects() -> None:
+def test_the_address_of_the_list_holds_its_filters() -> None:
     query = JobQuery(
         search="night",
         statuses=(JobStatus.RUNNING, JobStatus.FAILED),
@@ -112,17 +112,15 @@ def test_the_address_of_the_list_holds_its_filters_and_never_those_of_other_proj
     assert JobQuery.of(QueryParams(urlsplit(query.address).query)) == query
     assert JobQuery.of(QueryParams("status=burning&x=y")) == JobQuery()
     assert JobQuery().address == "/dashboard/"
-    assert query.filter_for(LOCAL) == JobFilter(
+    assert query.wanted == JobFilter(
         after="job-7",
         statuses=query.statuses,
         search="night",
         labels=[("team", "ads")],
-        metrics=[MetricBound("validation/rmse", "<", 0.9)],
+        metrics=["validation/rmse<0.9"],
     )
-    viewer = Principal("key:x", "key", {"ads": Role.VIEWER})
-    assert JobQuery(project="feed").filter_for(viewer).projects == {"ads"}
-    with pytest.raises(InvalidRequest):
-        JobQuery(metric="validation/rmse").filter_for(LOCAL)
+    with pytest.raises(ValidationError):
+        _ = JobQuery(metric="validation/rmse").wanted
 
 
 def test_a_small_curve_has_a_gap_where_a_value_is_not_finite() -> None:
@@ -285,6 +283,7 @@ def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> 
     assert not feed.latest(ALL_JOBS).jobs
     now_s = LIST_MAX_AGE_S
     assert (len(feed.latest(ALL_JOBS).jobs), feed.latest(ALL_JOBS).following) == (1, None)
+    assert not feed.latest(ALL_JOBS, {"of-others"}).jobs
 
 
 def test_a_small_curve_stays_until_that_of_a_later_step_is_read(store: JobStore, job: Job) -> None:

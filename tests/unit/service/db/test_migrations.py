@@ -16,8 +16,8 @@ from service.db import rows
 from service.db.engine import migrate, migration_config, newest_revision, open_engine
 from service.db.jobs import JobStore
 from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, main, read_revision
-from service.db.queries import JobFilter
 from service.db.tables import job_progress, jobs, metric_names, metric_points
+from service.domain.job_filter import JobFilter
 from service.domain.models import Job
 from tests.harness.builders import NOW, queued_job
 from tests.harness.databases import store_job

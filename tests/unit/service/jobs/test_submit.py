@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from service.db.jobs import JobStore
-from service.db.queries import ALL_JOBS, JobFilter
+from service.domain.job_filter import ALL_JOBS, JobFilter
 from service.domain.models import Job
 from service.errors import JobNotFound
 from service.jobs.submit import find_job
@@ -23,7 +23,9 @@ class _Dictionary:
     def get_job(self, job_id: str) -> Job:
         raise JobNotFound(job_id)
 
-    def list_jobs(self, wanted: JobFilter = ALL_JOBS, *, limit: int) -> tuple[list[Job], None]:
+    def list_jobs(
+        self, wanted: JobFilter = ALL_JOBS, *, projects: None, limit: int
+    ) -> tuple[list[Job], None]:
         if wanted.after is None:
             return [], None  # No job has the name.
         end = _place(wanted.after)

@@ -15,9 +15,9 @@ from service.api.routers import sweeps
 from service.backends.fake import Script
 from service.client.client import ShardloomClient
 from service.client.errors import Conflict, InvalidRequest, NotFound
-from service.db.queries import JobFilter
 from service.db.sweeps import SweepStore
 from service.domain.auth import Role
+from service.domain.job_filter import JobFilter
 from service.domain.models import JobStatus
 from service.jobs import submit
 from service.jobs.run_storage import run_dir_of

@@ -106,7 +106,8 @@ def show_summary(folder: object, manifest: Manifest) -> None:
     for name, split in manifest.splits.items():
         size_mb = sum(file.size_bytes for file in split.files) / 1e6
         table.add_row(f"{name} rows", f"{split.num_rows} ({size_mb:.1f} MB)")
-    sizes = {name: manifest.vocab_sizes[name] for name in manifest.vocabularies}
+    # With the id of what is unknown.
+    sizes = {name: entry.num_values + 1 for name, entry in manifest.vocabularies.items()}
     for name, text in _vocabulary_rows(sizes):
         table.add_row(name, text)
     for name, value in manifest.statistics.items():
@@ -261,10 +262,9 @@ def _show(report: DataReport) -> None:
     from trainer.datasets.inspect import columns_table
 
     console.print(columns_table(report, console))
-    if data.text and data.text.is_criteo:
+    if data.text and data.text.command:
         console.print(
-            f"[dim]Criteo's format: `shardloom data prepare criteo {escape(data.title)} OUT` "
-            "makes it ready to train on.[/]",
+            f"[dim]`{data.text.command} {escape(data.title)} OUT` makes it ready to train on.[/]",
             soft_wrap=True,
         )
 

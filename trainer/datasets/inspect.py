@@ -19,7 +19,6 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from trainer.data.manifest import Manifest
-from trainer.datasets.criteo.reader import ID_NAMES
 from trainer.datasets.profile import ColumnReport, ColumnSketch, DataSet
 from trainer.errors import TooFewRowsError
 from trainer.spec.base import IDENTIFIER_PATTERN
@@ -32,6 +31,10 @@ _ID_NAME = re.compile(r"(id|ids|_?cat(egory)?_?\d*|code|zip|genres?|tokens?|tags
 _DIMS = (8, 16, 32, 64, 128)
 # An integer column with more distinct values than this and no name of an id is taken for a number.
 _MAX_ENUM = 1000
+# Of ids that name rows this share is distinct; an estimate may be a little off.
+_ROW_NAMES = 0.98
+# A larger hour is a date, such as 14102100.
+_LAST_HOUR = 24
 # Ids that fill their range can be used as they are.
 _MAX_SPARSENESS = 4
 _ROOM = 1.5
@@ -73,7 +76,7 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
     usable = [each for each in columns if each is not label and each.name not in left_out]
     dim = _embedding_dim(usable, sizes)
     for column in usable:
-        if reason := _unusable(column):
+        if reason := _unusable(column) or _row_name(column, sizes):
             notes.append(f"{column.name}: left out, {reason}")
             continue
         if column.num_infinite:
@@ -89,6 +92,11 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
             tables.append(
                 {"name": feature["table"], "num_embeddings": num_rows, "embedding_dim": dim}
             )
+    if not any(feature["type"] == "dense" for feature in features):
+        notes.append(
+            "no dense feature, which every model.arch needs: add a column of numbers, or take a "
+            "model.module of your own"
+        )
     if label is None:
         notes.append("no label found: set data.label.column")
     elif label.kind == "text" or label.lists:
@@ -113,7 +121,8 @@ def _unusable(column: ColumnReport) -> str | None:
     """Why a column is no input; None where it is one."""
     if not re.fullmatch(IDENTIFIER_PATTERN, column.name):
         return "its name is no identifier: rename it"
-    if _TIME_NAME.search(column.name.lower()):
+    is_hour = column.name.lower() == "hour" and (column.maximum or 0) > _LAST_HOUR
+    if _TIME_NAME.search(column.name.lower()) or is_hour:
         return "a time: derive features from it"
     if column.kind == "other":
         return "neither a number nor text: store it as one"
@@ -124,6 +133,15 @@ def _unusable(column: ColumnReport) -> str | None:
     if column.kind == "number" and column.lists is not None:
         return "a list of numbers: use it as weights_column"
     return None
+
+
+def _row_name(column: ColumnReport, sizes: dict[str, int]) -> str | None:
+    """Why ids would tell rows apart and nothing else; None where they do not."""
+    is_known = column.name in sizes or column.lists is not None or not _is_id(column, sizes)
+    num_values = column.num_rows - column.num_nulls
+    if is_known or num_values <= _MAX_ENUM or column.num_distinct < _ROW_NAMES * num_values:
+        return None
+    return "a value of its own in each row, of which no other row can learn"
 
 
 def _is_id(column: ColumnReport, sizes: dict[str, int]) -> bool:
@@ -216,7 +234,7 @@ class DataReport:
 def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: None) -> DataReport:
     """Read a data set once; `on_rows` hears of every part's rows. Raises a `DataError`."""
     # What is stored with types is no number where it is text, whatever stands in it.
-    texts = ID_NAMES if data.text and data.text.is_criteo else ()
+    texts = data.text.texts if data.text else ()
     sketches = {
         name: ColumnSketch(name, is_text=data.text is None or name in texts)
         for name in data.columns

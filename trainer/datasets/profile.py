@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from trainer.data.manifest import MANIFEST_NAME, Manifest, read_footer, read_manifest
 from trainer.data.parquet import as_read, is_data_file
 from trainer.data.transforms import Moments
-from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA
+from trainer.datasets.criteo.reader import ID_NAMES, NUM_COLUMNS, SCHEMA
 from trainer.datasets.io.csv_reader import cells_of, read_blocks, whole_rows
 from trainer.datasets.io.sources import find_sources
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
@@ -216,11 +216,17 @@ _DELIMITER_NAMES = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How a text file is laid out; `columns` are the header's names or made-up ones."""
+    """How a text file is laid out; `columns` are the header's names or made-up ones.
+
+    Of a known format `texts` are the columns that are text whatever stands in them, and `command`
+    prepares it.
+    """
 
     delimiter: str
     has_header: bool
     columns: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    command: str = ""
 
     @property
     def text(self) -> str:
@@ -231,10 +237,6 @@ class TextFormat:
     def has_quotes(self) -> bool:
         """Whether quoted cells may hold delimiters and line feeds."""
         return self.delimiter != "\t"
-
-    @property
-    def is_criteo(self) -> bool:
-        return self.columns == tuple(SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -334,7 +336,8 @@ def sniff_text(file: Location) -> TextFormat:
     delimiter = max(_DELIMITER_NAMES, key=first.count)
     cells = cells_of(first, delimiter, file) or [""]
     if len(cells) == NUM_COLUMNS and delimiter == "\t" and cells[0] in ("0", "1"):
-        return TextFormat(delimiter, False, tuple(SCHEMA))
+        command = "shardloom data prepare criteo"
+        return TextFormat(delimiter, False, tuple(SCHEMA), ID_NAMES, command)
     made_up = tuple(f"column_{number}" for number in range(1, len(cells) + 1))
     # A column without a name, as that of pandas' row numbers, is given one.
     names = tuple(cell.strip() or own for cell, own in zip(cells, made_up, strict=True))

@@ -132,7 +132,7 @@ def last_line_end(content: bytes) -> int:
 
 
 _PATTERNS = {
-    "a whole number": re.compile(r"\d{1,18}"),
+    "a whole number": re.compile(r"[+-]?\d{1,18}"),
     "a number": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"),
 }
 _TYPES = {"text": pl.String, "a whole number": pl.Int64, "a number": pl.Float64}
@@ -167,14 +167,15 @@ class CsvColumn:
         """Whether a cell that was read breaks the rule; false for every cell of a text column."""
         if self.kind == "text":
             return pl.lit(False).alias(self.name)
-        broken = pl.col(self.name).is_null() | (pl.col(self.name) < 0)
+        broken = pl.col(self.name).is_null()
         if self.bounds is not None:
             broken |= ~pl.col(self.name).is_between(*self.bounds, closed="right")
         return broken.any()
 
 
 def integer(name: str) -> CsvColumn:
-    return CsvColumn(name, "a whole number")
+    """A column of whole numbers from 0 on."""
+    return CsvColumn(name, "a whole number", (-1, 2**63 - 1), "a whole number")
 
 
 def timestamp(name: str) -> CsvColumn:
@@ -198,7 +199,7 @@ def _delimiter_hint(line: str, delimiter: str) -> str:
     others = [mark for mark in (",", ";", "\t", "|") if mark != delimiter and mark in line]
     if delimiter in line or not others:
         return ""
-    return f". Its cells seem to be split by {others[0]!r}: set --delimiter"
+    return f". Its cells seem to be split by {others[0]!r}: set the delimiter"
 
 
 _BLOCK_BYTES = 32 * 1024 * 1024
@@ -221,7 +222,7 @@ class BlockReader:
         """Look at the header; raises `SourceMissingError`, `ColumnError` or `CorruptFileError`."""
         if not self.location.exists():
             raise SourceMissingError(
-                f"{self.location} is missing; a MovieLens folder holds ratings.csv, movies.csv"
+                f"{self.location} is missing; was the data unpacked whole, and its folder named?"
             )
         line = self._header.decode("utf-8-sig", errors="replace").rstrip("\r\n")
         present = cells_of(line, self.delimiter, self.location)

@@ -46,11 +46,17 @@ def test_clicks_are_generated_prepared_and_inspected_in_a_row(tmp_path):
         *(tmp_path / "out", "--split", "last_file", "--min-count", 2, "--num-partitions", 3),
     )
     assert prepared.exit_code == 0
-    assert "26 vocabularies" in prepared.stdout and "stars" not in prepared.stdout
+    assert "26 vocabularies" in prepared.stdout
     manifest = load_manifest(tmp_path / "out")
     assert manifest.splits["validation"].num_rows == 1000
     assert (manifest.options["min_count"], manifest.options["num_partitions"]) == (2, 3)
     assert "OK: 28 files" in invoke("inspect", tmp_path / "out").stdout
+
+
+def test_hashed_ids_are_no_vocabularies(tmp_path):
+    invoke("generate", "criteo", tmp_path / "raw", "--rows", 200, "--format", "tsv")
+    hashed = invoke("prepare", "criteo", tmp_path / "raw", tmp_path / "out", "--ids", "hashing")
+    assert hashed.exit_code == 0 and "vocabular" not in hashed.stdout
 
 
 def test_bad_data_and_options_exit_with_2_and_a_message_on_stderr(tmp_path):

@@ -236,6 +236,19 @@ def test_raw_columns_are_suggested_under_their_names_and_numbers_by_what_was_fou
     assert feature == {"name": "price", "type": "dense", "transform": "standardise"} | found
 
 
+def test_names_of_rows_and_hours_with_a_date_are_left_out_and_a_dense_feature_is_missed(tmp_path):
+    numbers = range(2000)
+    columns = {"id": [f"row {n}" for n in numbers], "hour": [14102100 + n % 24 for n in numbers]}
+    columns |= {"site_id": [n % 50 for n in numbers], "click": [n % 2 for n in numbers]}
+    pl.DataFrame(columns).write_parquet(tmp_path / "a.parquet")
+    (report,) = inspect(tmp_path)
+    assert [feature["name"] for feature in report.suggestion.features] == ["site_id"]
+    row_name, time, dense = report.suggestion.notes
+    assert row_name.startswith("id: left out, a value of its own in each row")
+    assert time.startswith("hour: left out, a time")
+    assert dense.startswith("no dense feature, which every model.arch needs")
+
+
 def test_no_column_is_suggested_that_training_refuses(tmp_path):
     is_true, prices = pa.array([True, False]), pa.array([Decimal("1.5"), Decimal("2.0")])
     columns = {"price": prices.cast(pa.decimal256(60, 1)), "label": is_true, "is_new": is_true}

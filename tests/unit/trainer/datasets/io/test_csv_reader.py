@@ -39,6 +39,13 @@ def test_reads_the_wanted_columns_with_their_types(tmp_path):
     assert frame.select("userId", "rating", "tag").rows() == [(7, 3.5, "a, b"), (8, 0.5, "")]
 
 
+def test_numbers_below_zero_are_read_where_bounds_allow_them(tmp_path):
+    columns = [CsvColumn("a", "a whole number", (-3, 9)), CsvColumn("b", "a number")]
+    assert read_csv(write(tmp_path, "a,b\n-2,-0.5\n9,1\n"), columns).rows() == [(-2, -0.5), (9, 1)]
+    with pytest.raises(BadValueError, match="line 3, column 'a': '-3'"):
+        read_csv(write(tmp_path, "a,b\n-2,1\n-3,1\n"), columns)
+
+
 @pytest.mark.parametrize(
     ("line", "column", "value"),
     [

@@ -32,6 +32,7 @@ from service.auth.permissions import (  # noqa: E402
 )
 from service.cli.main import build_app as build_cli  # noqa: E402
 from service.domain.retries import MAX_BACKOFF_S  # noqa: E402
+from service.domain.timeline import ServiceEvent  # noqa: E402
 from service.settings import Settings  # noqa: E402
 from trainer.datasets.cli import app as data_app  # noqa: E402
 from trainer.failures import Budget, EndReason  # noqa: E402
@@ -369,6 +370,11 @@ def _events() -> str:
     return "\n".join(parts)
 
 
+def _service_events() -> str:
+    rows = [f"| `{kind}` | {_cell(kind.meaning)} |" for kind in ServiceEvent]
+    return "\n".join(("| kind | meaning |", "|---|---|", *rows)) + "\n"
+
+
 def _event_models() -> Iterator[type[EventModel]]:
     union, *_ = get_args(Event)
     yield from get_args(union)
@@ -437,5 +443,6 @@ GENERATORS = {
     "rest-api": _rest_api,
     "sdk": _sdk,
     "sdk-errors": _sdk_errors,
+    "service-events": _service_events,
     "settings": _settings,
 }

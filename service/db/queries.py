@@ -56,7 +56,7 @@ from service.domain.models import (
     highest_job_id,
     lowest_job_id,
 )
-from service.domain.timeline import timeline_event
+from service.domain.timeline import ServiceEvent, timeline_event
 from service.errors import (
     AttemptNotFound,
     IdempotencyConflict,
@@ -267,7 +267,9 @@ def insert_job(
     if parent is not None:
         facts["cloned_from"] = parent
     message = f"job '{job.name}' submitted" + (f", a clone of {parent}" if parent else "")
-    told = timeline_event(job, None, job.created_at, "job_submitted", message, facts, actor)
+    told = timeline_event(
+        job, None, job.created_at, ServiceEvent.JOB_SUBMITTED, message, facts, actor
+    )
     add_timeline(connection, [told])
 
 

@@ -35,7 +35,7 @@ from service.domain.models import (
     attempt_id,
 )
 from service.domain.retries import backoff_s
-from service.domain.timeline import end_details, timeline_event
+from service.domain.timeline import ServiceEvent, end_details, timeline_event
 from trainer.failures import Budget
 
 # How long after it was sent a submission may be unknown to the backend.
@@ -107,7 +107,7 @@ def start(job: Job, now: float, note: QueueState) -> Decision:
     waited_s = None if job.queued_at is None else round(max(0.0, now - job.queued_at), 3)
     facts = {"queued_s": waited_s, "resume_from": job.resume_from}
     message = f"attempt {index} created"
-    made = timeline_event(job, attempt, now, "attempt_created", message, facts)
+    made = timeline_event(job, attempt, now, ServiceEvent.ATTEMPT_CREATED, message, facts)
     return Decision(started, attempt, timeline=(made,))
 
 
@@ -116,7 +116,7 @@ def submission_accepted(
 ) -> Decision:
     """The backend took the attempt; `notes` say what it does differently from those before."""
     message = "; ".join((f"attempt {attempt.index} submitted", *notes))
-    sent = timeline_event(job, attempt, now, "attempt_submitted", message)
+    sent = timeline_event(job, attempt, now, ServiceEvent.ATTEMPT_SUBMITTED, message)
     accepted = replace(attempt, submitted_at=now)
     return Decision(replace(job, message="", resume_from=None), accepted, timeline=(sent,))
 
@@ -240,11 +240,11 @@ def _paused(job: Job, ended: Attempt, now: float) -> Decision:
     rested = replace(job, pause_requested=False, retry_at=None, message="", queue_note=note)
     if by is None:
         message = f"paused: {cause}"
-        told = timeline_event(job, ended, now, "job_paused", message, {"reason": reason})
+        told = timeline_event(job, ended, now, ServiceEvent.JOB_PAUSED, message, {"reason": reason})
         return Decision(replace(rested, status=JobStatus.PAUSED), ended, timeline=(told,))
     message = f"made way for {by} and waits with its old place: {cause}"
     facts = {"reason": reason, "preempted_by": by}
-    told = timeline_event(job, ended, now, "job_preempted", message, facts)
+    told = timeline_event(job, ended, now, ServiceEvent.JOB_PREEMPTED, message, facts)
     return Decision(replace(rested, status=JobStatus.QUEUED), ended, timeline=(told,))
 
 
@@ -264,7 +264,7 @@ def _requeue(job: Job, ended: Attempt, num_free: int, now: float) -> Decision:
     )
     facts = {"reason": ended.end_reason.value, "delay_s": delay_s, "is_counted": not is_free}
     data = {**end_details(job, ended), **facts}
-    told = timeline_event(job, ended, now, "retry_scheduled", message, data)
+    told = timeline_event(job, ended, now, ServiceEvent.RETRY_SCHEDULED, message, data)
     retry_at = now + delay_s
     note = QueueState(since=retry_at, num_free=num_free if is_free else None).document
     queued = replace(job, status=JobStatus.QUEUED, retry_at=retry_at, message="", queue_note=note)
@@ -288,7 +288,7 @@ def finish(
     facts = {"status": finished.status.value, "reason": reason.value}
     data = {**end_details(job, attempt), **facts}
     said = f"{finished.status} ({reason}): {message}"
-    told = timeline_event(job, attempt, now, "job_ended", said, data)
+    told = timeline_event(job, attempt, now, ServiceEvent.JOB_ENDED, said, data)
     return Decision(finished, attempt, timeline=(told,))
 
 
@@ -355,7 +355,7 @@ def _with_contact(job: Job, observation: Observation) -> Job:
 
 def _requested(action: str, job: Job, now: float, actor: str, **facts: object) -> TimelineEvent:
     """The event of a user's request; `was` is the status of the job at that time."""
-    kind, message = f"{action}_requested", f"{action} requested"
+    kind, message = ServiceEvent[f"{action.upper()}_REQUESTED"], f"{action} requested"
     data = {"was": job.status.value, **facts}
     return timeline_event(job, None, now, kind, message, data, actor)
 
@@ -399,7 +399,7 @@ def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
     note = replace(QueueState.of(job), preempted_by=name, grace_s=grace_s)
     message = f"makes way for {name} of priority {by.priority}"
     facts = {"preempted_by": name, "priority": by.priority, "grace_s": grace_s}
-    told = timeline_event(job, None, now, "preemption_requested", message, facts)
+    told = timeline_event(job, None, now, ServiceEvent.PREEMPTION_REQUESTED, message, facts)
     pausing = replace(job, pause_requested=True, queue_note=note.document)
     return Decision(pausing, None, timeline=(told,))
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -21,11 +22,49 @@ from trainer.protocol import events
 from trainer.protocol.requests import ResizeRequest
 
 
+class ServiceEvent(StrEnum):
+    """Kinds of the timeline events that the service makes; drivers report `events.Event`."""
+
+    meaning: str
+
+    def __new__(cls, kind: str, meaning: str) -> ServiceEvent:
+        member = str.__new__(cls, kind)
+        member._value_, member.meaning = kind, meaning
+        return member
+
+    JOB_SUBMITTED = "job_submitted", "A job was stored; it waits in the queue."
+    ATTEMPT_CREATED = "attempt_created", "A job left the queue with a new attempt."
+    ATTEMPT_SUBMITTED = "attempt_submitted", "The cluster took the attempt."
+    RETRY_SCHEDULED = "retry_scheduled", "An attempt ended, and another one follows."
+    JOB_PAUSED = "job_paused", "The workers have left as asked; the job rests."
+    JOB_PREEMPTED = "job_preempted", "The job made way for another one and is queued again."
+    JOB_ENDED = "job_ended", "The job has succeeded, failed or been cancelled."
+    CANCEL_REQUESTED = "cancel_requested", "A user cancels the job."
+    PAUSE_REQUESTED = "pause_requested", "A user pauses the job."
+    RESUME_REQUESTED = "resume_requested", "A user resumes the job."
+    RESTART_REQUESTED = "restart_requested", "A user restarts the job from a checkpoint."
+    RESIZE_REQUESTED = "resize_requested", "A user wants another number of workers."
+    DRAIN_REQUESTED = "drain_requested", "A user wants the workers off a host, or back on it."
+    TRACE_REQUESTED = "trace_requested", "A user wants a trace of the next steps."
+    TRACE_WITHDRAWN = "trace_withdrawn", "The request for a trace could not reach the workers."
+    PREEMPTION_REQUESTED = "preemption_requested", "The job is to make way for another one."
+    PREEMPTING = "preempting", "Another job makes way for this one."
+
+
+EVENT_KINDS = frozenset(ServiceEvent) | {
+    model.model_fields["kind"].default
+    for model in get_args(get_args(events.Event)[0])
+    # They become progress and points of curves, not lines of the timeline.
+    if model not in (events.Metrics, events.Progress)
+}
+"""All kinds that a timeline may have."""
+
+
 def timeline_event(
     job: Job,
     attempt: Attempt | None,
     now: float,
-    kind: str,
+    kind: ServiceEvent,
     message: str,
     data: Mapping[str, object] | None = None,
     actor: str = "service",
@@ -33,7 +72,7 @@ def timeline_event(
     """A timeline event; the store gives it its id. `data` is for programs, `message` for people."""
     attempt_id = attempt.id if attempt else None
     facts = {"attempt": attempt.index, **(data or {})} if attempt else {**(data or {})}
-    return TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, facts)
+    return TimelineEvent(0, job.id, attempt_id, now, kind.value, message, actor, facts)
 
 
 def end_details(job: Job, ended: Attempt | None) -> dict[str, object]:
@@ -44,7 +83,7 @@ def end_details(job: Job, ended: Attempt | None) -> dict[str, object]:
 
 
 # Requests of users for another size of a running job, or for hosts that it should leave.
-RESIZE, DRAIN = "resize_requested", "drain_requested"
+RESIZE, DRAIN = ServiceEvent.RESIZE_REQUESTED.value, ServiceEvent.DRAIN_REQUESTED.value
 RESIZE_KINDS = (RESIZE, DRAIN)
 
 
@@ -303,7 +342,8 @@ def _size(num_bytes: int) -> str:
 
 
 # Profiler traces: kinds of their events.
-REQUESTED, WRITTEN, WITHDRAWN = "trace_requested", "trace_written", "trace_withdrawn"
+REQUESTED, WITHDRAWN = ServiceEvent.TRACE_REQUESTED.value, ServiceEvent.TRACE_WITHDRAWN.value
+WRITTEN = "trace_written"
 # Other names are refused before they become part of a path.
 _NAME_PATTERN = re.compile(r"(spec|t-[0-9a-f]{8})-rank(0|[1-9]\d{0,5})\.json\.gz")
 

@@ -20,7 +20,7 @@ from service.db.jobs import JobStore
 from service.db.projects import Lock, ProjectStore, hold_lock
 from service.domain.lifecycle import Decision, preempt, start
 from service.domain.models import Job, JobStatus, QueueState
-from service.domain.timeline import timeline_event
+from service.domain.timeline import ServiceEvent, timeline_event
 from service.errors import (
     BackendUnreachable,
     LockLost,
@@ -182,7 +182,7 @@ class SchedulerRunner:
         waiting = self.store.get_job(preemption.by.id)
         logger.info("job %s makes way for job %s", victim.id, waiting.id)
         message = f"{victim.named_for(waiting)} of priority {victim.priority} makes way"
-        told = timeline_event(waiting, None, now, "preempting", message)
+        told = timeline_event(waiting, None, now, ServiceEvent.PREEMPTING, message)
         self._store(Decision(waiting, None, timeline=(told,)), lock)
 
     def _start(self, begun: Start, now: float, lock: Lock) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
+from service.domain.timeline import EVENT_KINDS
 from service.schemas.common import ApiModel, RequestModel
 from trainer.layout.hosts import HostFacts
 
@@ -149,7 +150,16 @@ class AttemptSecrets(ApiModel):
     secrets: dict[str, str]
 
 
-Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$", examples=["job_ended"])]
+def _known_kind(kind: str) -> str:
+    if kind not in EVENT_KINDS:
+        raise ValueError(f"no event is of the kind '{kind}'; known: {', '.join(_KINDS)}")
+    return kind
+
+
+_KINDS = sorted(EVENT_KINDS)
+Kind = Annotated[
+    str, AfterValidator(_known_kind), WithJsonSchema({"type": "string", "enum": _KINDS})
+]
 Url = Annotated[str, Field(min_length=1, max_length=2048, examples=["https://example.com/hook"])]
 # PostgreSQL cannot hold NUL characters.
 Description = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]

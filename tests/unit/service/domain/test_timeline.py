@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from service.domain.timeline import describe, level_of
+from service.dashboard import charts, views
+from service.domain.timeline import EVENT_KINDS, describe, level_of
 from tests.harness.builders import (
     NOW,
     group_joined,
@@ -124,3 +125,7 @@ def test_a_retry_says_reason_delay_and_what_it_costs(house: House) -> None:
     assert (told.data["num_failures"], told.data["max_failures"]) == (1, 2)
     assert told.data["delay_s"] > 0
     assert told.data["is_counted"] is True
+
+
+def test_kinds_that_pages_colour_are_kinds_of_events() -> None:
+    assert {*views._EVENT_TONES, *charts._MARKED} <= EVENT_KINDS

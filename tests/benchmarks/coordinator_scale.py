@@ -55,6 +55,7 @@ from trainer.coordination.messages import (
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, prepare_process
+from trainer.spec.training import RecoverySpec
 
 NAME = "coordinator_scale"
 RUNS = 3
@@ -154,13 +155,13 @@ def _measure_loss(agents: Sequence[Connection]) -> float:
 @contextmanager
 def coordinator_of(num_groups: int) -> Iterator[Coordinator]:
     """The real coordinator, which loses nobody for being slow: all share this machine's cores."""
-    policy = MembershipPolicy(
-        num_groups,
+    limits = RecoverySpec(
         start_grace_s=_NEVER_S,
         heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
-        vote_timeout_s=_NEVER_S,
+        exchange_timeout_s=_NEVER_S,
         min_hang_s=_NEVER_S,
     )
+    policy = MembershipPolicy(num_groups, recovery=limits)
     bounds = window_bounds()
     book = LeaseBook(bounds[-1], 1, ROWS_PER_LEASE, windows=bounds, num_lanes=NUM_RANKS)
     prepare_process()  # as the actor does

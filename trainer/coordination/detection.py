@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from trainer.coordination.messages import Heartbeat
 from trainer.failures import Failure
 from trainer.protocol.events import HostExcluded, StragglerFound
+from trainer.spec.training import RecoverySpec
 
 UNTIMED_FACTOR = 10
 """Of `min_hang_s`: so long a rank may stand still outside of training."""
@@ -361,17 +362,9 @@ class HeartbeatMonitor:
     `hang_factor` median steps, and at least `min_hang_s`, is a hang.
     """
 
-    def __init__(
-        self,
-        silence_s: float,
-        min_hang_s: float,
-        hang_factor: float,
-        straggler_factor: float,
-    ) -> None:
-        self._silence_s = silence_s
-        self._min_hang_s, self._hang_factor = min_hang_s, hang_factor
+    def __init__(self, limits: RecoverySpec) -> None:
+        self._limits, self._silence_s = limits, limits.heartbeat_timeout_s
         self._ranks: dict[RankId, _Watched] = {}
-        self._straggler_factor = straggler_factor
         self._slow_windows: dict[RankId, int] = {}
         self._window_ends: float | None = None
         self._looked_at: float | None = None
@@ -444,13 +437,13 @@ class HeartbeatMonitor:
                 beats[rank] = beat
         known_s = [beat.step_time_s for beat in beats.values() if beat.step_time_s > 0]
         median_s = statistics.median(known_s) if known_s else 0.0
-        limit_s = share * max(self._min_hang_s, self._hang_factor * median_s)
-        untimed_s = share * UNTIMED_FACTOR * self._min_hang_s
+        limit_s = share * max(self._limits.min_hang_s, self._limits.hang_factor * median_s)
+        untimed_s = share * UNTIMED_FACTOR * self._limits.min_hang_s
         first: dict[int, Suspect] = {}
         excused: set[int] = set()
         for rank, beat in beats.items():
             idle_s = now - self._ranks[rank].since
-            hang = Suspect(rank, "hang", beat.phase, idle_s, self._min_hang_s)
+            hang = Suspect(rank, "hang", beat.phase, idle_s, self._limits.min_hang_s)
             other = first.get(rank.group)
             if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
                 first[rank.group] = hang
@@ -477,8 +470,9 @@ class HeartbeatMonitor:
                 if rank.group in groups and watched.heartbeat
             }
         )
-        is_fine = (1 + self._straggler_factor) / 2
+        slow_factor = self._limits.straggler_factor
+        is_fine = (1 + slow_factor) / 2
         counts = {r: self._slow_windows.get(r, 0) for r in found if found[r].slowdown > is_fine}
-        slow = [rank for rank in counts if found[rank].slowdown > self._straggler_factor]
+        slow = [rank for rank in counts if found[rank].slowdown > slow_factor]
         self._slow_windows = counts | {rank: counts[rank] + 1 for rank in slow}
         return {rank: found[rank] for rank in sorted(slow) if counts[rank] + 1 == _SLOW_WINDOWS}

@@ -134,10 +134,11 @@ class HangMonitor:
 
     def __init__(self, attempt: Attempt, host: str) -> None:
         """Listen at `host`, under which the workers reach the driver. Raises OSError."""
-        policy = MembershipPolicy.of(attempt.spec, num_groups=1)
-        silence_s = max(WATCH_SILENCE_S, attempt.spec.recovery.heartbeat_timeout_s)
+        recovery = attempt.spec.recovery
+        silence_s = max(WATCH_SILENCE_S, recovery.heartbeat_timeout_s)
+        recovery = recovery.model_copy(update={"heartbeat_timeout_s": silence_s})
         self._config = CoordinatorConfig(
-            policy=replace(policy, heartbeat_timeout_s=silence_s, holds_suspicions=False),
+            policy=MembershipPolicy(1, recovery=recovery, holds_suspicions=False),
             book=LeaseBook(num_rows=1, epochs=1, rows_per_lease=1),
             host=host,
             attempt_dir=attempt.context.files.root,

@@ -54,10 +54,12 @@ def open_coordinator(num_groups: int, folder: Path, **policy: Any) -> Coordinato
 
     It is patient: the tests are about who is gone, not about who is slow on a busy machine.
     """
-    times = {"heartbeat_timeout_s": scaled(20), "vote_timeout_s": scaled(30)}
+    times = RecoverySpec(heartbeat_timeout_s=scaled(20), exchange_timeout_s=scaled(15))
     book = LeaseBook(num_rows=10**9, epochs=1, rows_per_lease=8)
     return Coordinator(
-        CoordinatorConfig(MembershipPolicy(num_groups, **times, **policy), book, folder, TOKEN)
+        CoordinatorConfig(
+            MembershipPolicy(num_groups, recovery=times, **policy), book, folder, TOKEN
+        )
     )
 
 

@@ -61,6 +61,7 @@ from trainer.failures import EndReason
 from trainer.protocol.events import HangFound, read_record
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.worker_config import GroupConfig, WorkerConfig
+from trainer.spec.training import RecoverySpec
 
 # Longer than a test takes: whatever is noticed was not noticed by silence.
 _NEVER_S = scaled(60)
@@ -77,12 +78,8 @@ def coordinate(port: int, folder: Path, pipe: Connection) -> None:
 
 def start(port: int, timeout_s: float, num_groups: int, folder: Path):
     """A coordinator on a thread; its events go to `folder`."""
-    policy = MembershipPolicy(
-        num_groups,
-        heartbeat_timeout_s=timeout_s,
-        start_grace_s=scaled(60),
-        recovery_grace_s=scaled(20),
-    )
+    limits = RecoverySpec(heartbeat_timeout_s=timeout_s, start_grace_s=scaled(60))
+    policy = MembershipPolicy(num_groups, recovery=limits)
     return Coordinator(CoordinatorConfig(policy, LeaseBook(400, 2, 5), folder, TOKEN, port=port))
 
 
@@ -378,8 +375,8 @@ def test_a_coordinator_with_an_error_in_it_ends_for_another_one(tmp_path: Path, 
 def test_whatever_silence_is_allowed_the_start_does_not_wait_for_ever_and_hangs_are_found(
     tmp_path: Path,
 ):
-    limits = {"heartbeat_timeout_s": 1e6, "start_grace_s": 0.1, "min_hang_s": 1.0}
-    policy = MembershipPolicy(2, **limits, holds_suspicions=False)
+    limits = RecoverySpec(heartbeat_timeout_s=1e6, start_grace_s=0.1, min_hang_s=1.0)
+    policy = MembershipPolicy(2, recovery=limits, holds_suspicions=False)
     coordinator = Coordinator(CoordinatorConfig(policy, LeaseBook(1, 1, 1), tmp_path, TOKEN))
     member = CoordinatorClient(identity(0), lambda: coordinator.address, 1e6, TOKEN)
     with ThreadPoolExecutor(1) as pool:

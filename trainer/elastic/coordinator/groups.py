@@ -234,9 +234,8 @@ class GroupRegistry:
         self.departures: deque[Departure] = deque(maxlen=_NUM_DEPARTURES)
         self._leader: int | None = None
         self._awaited: list[Group] = []
-        self._suspicions = SuspicionFilter(policy.min_hang_s)
-        limits = policy.heartbeat_timeout_s, policy.min_hang_s
-        self.monitor = HeartbeatMonitor(*limits, policy.hang_factor, policy.straggler_factor)
+        self._suspicions = SuspicionFilter(policy.recovery.min_hang_s)
+        self.monitor = HeartbeatMonitor(policy.recovery)
 
     @property
     def present(self) -> list[Group]:
@@ -370,7 +369,7 @@ class GroupRegistry:
         policy = self._policy
         found: dict[int, Suspect] = {}
         for rank in self.monitor.silent(now, share):
-            silence_s = policy.heartbeat_timeout_s
+            silence_s = policy.recovery.heartbeat_timeout_s
             found[rank.group] = Suspect(rank, "silent", "", silence_s, 2 * silence_s)
         if only_silence:
             return found

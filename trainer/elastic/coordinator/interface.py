@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.coordination.client import finding_s
@@ -16,6 +16,7 @@ from trainer.failures import Failure
 from trainer.protocol.events import Event, StragglerFound
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
+from trainer.spec.training import RecoverySpec
 
 
 @dataclass(frozen=True)
@@ -33,47 +34,46 @@ Effect = Reply | Event
 
 @dataclass(frozen=True)
 class MembershipPolicy:
-    """Time limits (seconds) and reactions of the coordinator.
+    """What the coordinator goes by; times are the job's own (`recovery`).
 
-    The job starts once `num_groups` groups have arrived, or `start_grace_s` after the first one. A
-    rank that is silent for `heartbeat_timeout_s` is lost with its group, and so is one that has not
-    voted `vote_timeout_s` after the first group of the round, or that makes no progress for longer
-    than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). With
-    `holds_suspicions` nobody is lost so at once where that would take most of the copies. A
-    coordinator that was restarted waits `recovery_grace_s` for the groups of the one before.
-    `rows_per_step` are those that the whole job takes at once. No rows are handed out while fewer
-    than `min_groups` groups hold the state. The book's leases are of the least interval of `sync`.
+    The job starts once `num_groups` groups have arrived, or a while after the first one. No rows
+    are handed out while fewer than `min_groups` hold the state. `rows_per_step` are those that the
+    whole job takes at once. The book's leases are of the least interval of `sync`. With
+    `holds_suspicions` nobody is lost for silence or a hang at once where that would take most of
+    the copies.
     """
 
     num_groups: int
     min_groups: int = 1
     rows_per_step: int = 1
     sync: SyncSpec = field(default_factory=SyncSpec)
-    start_grace_s: float = 120.0
-    heartbeat_timeout_s: float = 1.0
-    vote_timeout_s: float = 10.0
-    recovery_grace_s: float = 3.0
-    hang_factor: float = 20.0
-    min_hang_s: float = 60.0
+    recovery: RecoverySpec = field(default_factory=RecoverySpec)
     holds_suspicions: bool = True
-    straggler_factor: float = 1.5
     on_non_finite: Literal["fail", "skip"] = "fail"
     on_divergence: Literal["fail", "rebroadcast"] = "fail"
 
+    @property
+    def vote_timeout_s(self) -> float:
+        """So long after the first group of a round has voted, one that has not is lost."""
+        return 2 * self.recovery.exchange_timeout_s
+
+    @property
+    def recovery_grace_s(self) -> float:
+        """So long a coordinator that was restarted waits for the groups of the one before."""
+        return finding_s(self.recovery.heartbeat_timeout_s)
+
     @classmethod
     def of(cls, spec: JobSpec, num_groups: int) -> MembershipPolicy:
-        recovery, check = spec.recovery, spec.parallelism.divergence_check
+        check = spec.parallelism.divergence_check
         return cls(
             num_groups=num_groups,
             # What was left to a choice may have come out smaller.
             min_groups=min(spec.parallelism.min_groups, num_groups),
             rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
             sync=spec.parallelism.sync,
-            vote_timeout_s=2 * recovery.exchange_timeout_s,
-            recovery_grace_s=finding_s(recovery.heartbeat_timeout_s),
+            recovery=spec.recovery,
             on_non_finite=spec.training.on_non_finite,
             on_divergence=check.action if check else "fail",
-            **recovery.model_dump(include={each.name for each in fields(cls)}),
         )
 
 

@@ -352,7 +352,7 @@ class Membership:
             return
         if self._start_since is None:
             self._start_since = now
-        is_late = now >= self._start_since + self._policy.start_grace_s
+        is_late = now >= self._start_since + self._policy.recovery.start_grace_s
         if is_late or self._expected <= {group.group for group in able}:
             starts = choose_start(able)
             self._rounds.begin_from(starts[0].hello.ledger, starts[0].group)

@@ -319,7 +319,7 @@ class Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            timeout_s = self._config.policy.heartbeat_timeout_s
+            timeout_s = self._config.policy.recovery.heartbeat_timeout_s
             await asyncio.sleep(min(timeout_s / _TICKS_PER_TIMEOUT, _MAX_TICK_S))
             for _ in range(_TURNS_TO_READ):  # what has come counts before silence does
                 await asyncio.sleep(0)

@@ -19,12 +19,13 @@ from trainer.coordination.detection import (
 )
 from trainer.coordination.messages import Heartbeat
 from trainer.protocol.events import HostExcluded
+from trainer.spec.training import RecoverySpec
 
 A0, A1, B0 = RankId(0, 0, 0), RankId(0, 0, 1), RankId(1, 0, 0)
 
 
 def monitor(min_hang_s: float = 10.0) -> HeartbeatMonitor:
-    return HeartbeatMonitor(1.0, min_hang_s, hang_factor=20.0, straggler_factor=1.5)
+    return HeartbeatMonitor(RecoverySpec(heartbeat_timeout_s=1.0, min_hang_s=min_hang_s))
 
 
 def timed(step_time_s: float, local_s: float = 0.0, progress: int = 1) -> Heartbeat:

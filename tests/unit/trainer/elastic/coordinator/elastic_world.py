@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.coordination.client import remembering
@@ -37,6 +37,7 @@ from trainer.elastic.coordinator.interface import CoordinatorStatus, Effect, Mem
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.membership import Membership
 from trainer.protocol.events import Event, RowsSkipped
+from trainer.spec.training import RecoverySpec
 
 NUM_RANKS = 2
 COPIED_BYTES = 1000
@@ -272,7 +273,7 @@ class World:
     """The job. Time stands still but for `wait`."""
 
     def __init__(self, num_groups: int = 3, overlaps: bool = False, **policy: Any) -> None:
-        """`policy` overrides fields of `MembershipPolicy`."""
+        """`policy` overrides fields of `MembershipPolicy`, and of its `recovery`."""
         self.num_groups = num_groups
         self.overlaps = overlaps
         self.synced: Observation | None = None  # what syncs take all groups
@@ -281,14 +282,12 @@ class World:
         self.speeds: dict[int, float] = {}  # rows per second of groups, 1 where it is not said
         self.validation_due = False
         self.joined: list[set[Share]] = []  # what was added up to each whole validation
+        limits = {"start_grace_s": 30.0, "heartbeat_timeout_s": 1.0, "exchange_timeout_s": 2.5}
+        limits |= {name: policy.pop(name) for name in RecoverySpec.model_fields if name in policy}
         self.policy = MembershipPolicy(
-            num_groups=num_groups,
-            start_grace_s=30.0,
-            heartbeat_timeout_s=1.0,
-            vote_timeout_s=5.0,
-            on_non_finite="skip",
+            **{"num_groups": num_groups, "on_non_finite": "skip"} | policy,
+            recovery=RecoverySpec(**limits),
         )
-        self.policy = replace(self.policy, **policy)
         self.now = 1000.0
         self.checkpoint = Checkpoint()
         self.incarnations = dict.fromkeys(range(num_groups), 0)

@@ -315,7 +315,8 @@ class BodyLimitMiddleware:
 def takes_key_here(method: str, path: str) -> bool:
     """Whether `IdempotencyMiddleware` handles the keys of a route.
 
-    `POST /v1/jobs` and `:clone` store their keys with the jobs, and drivers number their events.
+    `POST /v1/jobs` and `:clone` store their keys with the jobs, in one transaction: a service that
+    is killed in between makes none twice. Drivers number their events.
     """
     is_elsewhere = path == "/v1/jobs" or path.endswith(":clone") or path.startswith("/v1/attempts")
     return method == "POST" and path.startswith("/v1/") and not is_elsewhere

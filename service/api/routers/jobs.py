@@ -31,7 +31,7 @@ from service.auth.permissions import roots_of, without_lost_place
 from service.domain.auth import Principal, Role
 from service.domain.job_filter import JobFilter
 from service.domain.models import Job
-from service.errors import reaching_storage
+from service.errors import IdempotencyConflict, reaching_storage
 from service.jobs import actions
 from service.jobs.run_storage import run_dir_of
 from service.jobs.submit import check_data, keep_secrets, submit_job
@@ -61,7 +61,9 @@ KeyHeader = Annotated[
         alias="Idempotency-Key",
         min_length=1,
         max_length=255,
-        description="The same key and spec make one job, however often the request is sent.",
+        description=(
+            "The same key, spec and secrets make one job, however often the request is sent."
+        ),
         examples=["5f0c9f6e-2f3c-4b36-9d6b-3f1b7f1e2a11"],
     ),
 ]
@@ -129,6 +131,8 @@ def _create(
         checkpoint_root=context.settings.checkpoint_root,
         parent=parent,
     )
+    if idempotency_key is not None and context.security.read_secrets(job.id) != secrets:
+        raise IdempotencyConflict(idempotency_key)
     context.tracing.submitted(job, began_at)
     context.reconciler.wake()
     return job

@@ -39,7 +39,7 @@ from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
 from tests.harness.builders import audit_record, spec_document, workers_started
 from tests.harness.clock import FakeClock
-from tests.harness.service import Guarded, GuardedApps
+from tests.harness.service import Guarded, GuardedApps, problem_in
 
 pytestmark = pytest.mark.every_database(slow=True)
 
@@ -416,6 +416,18 @@ def test_secrets_are_given_to_the_first_claim_only(house: Guarded) -> None:
     assert (refused.status_code, "hunter2" in refused.text) == (403, False)
     house.poll()  # Stores the attempt again.
     assert (ask(thief).status_code, ask(driver).status_code) == (403, 200)
+
+
+def test_a_key_makes_one_job_and_is_refused_with_other_secrets(house: Guarded) -> None:
+    def submit(**secrets: str) -> Any:
+        body = {"spec": spec_document(), "secrets": secrets}
+        headers = {"Idempotency-Key": "k"}
+        return house.send("POST", "/v1/jobs", "submitter", json=body, headers=headers)
+
+    first, again = submit(DB="1"), submit(DB="1")
+    assert (again.status_code, again.json()["id"]) == (201, first.json()["id"])
+    for other in (submit(DB="2"), submit()):
+        problem_in(other, 409, "idempotency_conflict")
 
 
 def test_a_clone_has_secrets_of_its_own(house: Guarded) -> None:

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -44,12 +44,6 @@ from trainer.errors import (
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _RETRY_S, _FIRST_DELAY_S, _MAX_DELAY_S = 60.0, 0.5, 10.0
-_S3_OPTIONS = {"endpoint_override", "region", "scheme"}
-_GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous"}
-_CREDENTIALS = {
-    "s3://": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL",
-    "gs://": "GOOGLE_APPLICATION_CREDENTIALS",
-}
 _CONNECT_TIMEOUT_S = 10.0
 # The SDK's own retries (attempts x timeout) must end well within `_RETRY_S`: nothing is retried
 # after that.
@@ -149,20 +143,20 @@ class Location:
             raise StorageError(f"{text} names the host '{url.netloc}'; write file:///FOLDER")
         if url.scheme in ("", "file"):
             return cls._local(Path(unquote(url.path) if url.scheme else text))
-        if url.scheme not in _FILE_SYSTEMS:
+        if (store := STORES.get(url.scheme)) is None:
             raise StorageError(
                 f"{text}: cannot read '{url.scheme}://'; name a local path, file://, s3:// or gs://"
             )
         if not url.netloc:
             raise StorageError(f"{text} names no bucket; write {url.scheme}://BUCKET/FOLDER")
-        known, make_file_system = _FILE_SYSTEMS[url.scheme]
         options = dict(parse_qsl(url.query))
-        if unknown := [name for name in options if name not in known]:
-            raise StorageError(f"{text}: unknown option '{unknown[0]}'; there are {sorted(known)}")
+        if unknown := [name for name in options if name not in store.options]:
+            known = sorted(store.options)
+            raise StorageError(f"{text}: unknown option '{unknown[0]}'; there are {known}")
         path = f"{url.netloc}{unquote(url.path)}".rstrip("/")
         query = f"?{url.query}" if url.query else ""
         try:
-            file_system = make_file_system(options)
+            file_system = store.connect(options)
         except ValueError as error:  # also pyarrow's
             raise StorageError(
                 f"{url.scheme}://{path}: {error}; check the options after the '?', and the "
@@ -400,7 +394,8 @@ class Location:
         failed = f"{self} cannot be {action}"
         if self.is_local:
             return StorageError(f"{failed}: {message}")
-        bucket, variables = self.path.split("/", 1)[0], _CREDENTIALS[self.root]
+        bucket = self.path.split("/", 1)[0]
+        variables = STORES[self.root.removesuffix("://")].variables
         match kind_of(message):
             case "no_bucket":
                 return StorageRefusedError(
@@ -514,4 +509,19 @@ def _request_timeout_s() -> float:
     return seconds_from_environment("SHARDLOOM_STORAGE_TIMEOUT_S", _REQUEST_TIMEOUT_S)
 
 
-_FILE_SYSTEMS = {"s3": (_S3_OPTIONS, _s3), "gs": (_GCS_OPTIONS, _gcs)}
+class _Store(NamedTuple):
+    """An object store: options that its URLs may have, and the variables of its credentials."""
+
+    connect: Callable[[dict[str, str]], fs.FileSystem]
+    options: set[str]
+    variables: str
+
+
+_AWS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL"
+STORES = {
+    "s3": _Store(_s3, {"endpoint_override", "region", "scheme"}, _AWS),
+    "gs": _Store(
+        _gcs, {"endpoint_override", "scheme", "anonymous"}, "GOOGLE_APPLICATION_CREDENTIALS"
+    ),
+}
+"""By the scheme of URLs; `trainer.spec.base.is_remote` knows the same."""

@@ -21,6 +21,7 @@ from service.domain.models import (
     Value,
 )
 from service.schemas.common import ApiModel, RequestModel
+from trainer.export.requests import CheckpointName, ExportStatus
 from trainer.spec.job import JobSpec
 from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
@@ -399,15 +400,10 @@ class LogsOut(ApiModel):
     more: bool = False
 
 
-ExportStatus = Literal["queued", "running", "succeeded", "failed"]
-# 18 digits: what any database and any file name can hold.
-Checkpoint = Annotated[str, StringConstraints(pattern=r"^(newest|best|[0-9]{1,18})$")]
-
-
 class RequestExport(RequestModel):
     """Body of POST /v1/jobs/{job}/exports: `checkpoint` is `newest`, `best` or a step."""
 
-    checkpoint: Checkpoint = "newest"
+    checkpoint: CheckpointName = "newest"
     quantize: Quantization = DEFAULT_QUANTIZATION
 
 

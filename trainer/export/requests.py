@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StringConstraints
 from pydantic_core import from_json
 
 from trainer.export.artifact import MARKER, REPORT, Manifest, read_manifest
@@ -53,6 +53,8 @@ from trainer.spec.training import Quantization
 
 logger = logging.getLogger(__name__)
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]
+# 18 digits: what any database and any file name can hold.
+CheckpointName = Annotated[str, StringConstraints(pattern=r"^(newest|best|[0-9]{1,18})$")]
 _ID = re.compile(r"x-[0-9a-f]{8}")
 # Of a document; there may be thousands.
 _MAX_BYTES = 2**16
@@ -66,7 +68,7 @@ class RequestedExport(BaseModel, extra="forbid", frozen=True):
     `seal` is the service's signature over `text_of`, empty where a driver asked.
     """
 
-    checkpoint: Annotated[str, Field(pattern=r"^(newest|best|[0-9]{1,18})$")]
+    checkpoint: CheckpointName
     quantize: Quantization
     created: float
     seal: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""

@@ -22,7 +22,8 @@ from trainer.errors import (
     StorageError,
     StorageRefusedError,
 )
-from trainer.storage import Location, kind_of, retry
+from trainer.spec.base import is_remote
+from trainer.storage import STORES, Location, kind_of, retry
 
 
 def test_a_file_is_written_listed_read_and_deleted(tmp_path):
@@ -93,6 +94,11 @@ def test_the_endpoint_can_come_from_the_environment(monkeypatch):
     for name in ("a#b", "a?b=c", "day=1/100% café", "a%20b"):
         odd = stated / name
         assert pickle.loads(pickle.dumps(odd)) == Location.parse(odd.text) == odd
+
+
+def test_a_spec_takes_urls_of_every_store_and_of_no_other():
+    assert all(is_remote(f"{scheme}://bucket/key") for scheme in STORES)
+    assert not is_remote("file:///key") and not is_remote("s3")
 
 
 def test_urls_that_mean_nothing_are_refused():

@@ -356,6 +356,7 @@ def draw(
     pair[0]["data"] = _with_gaps([[x, shown(y)] for x, y in zip(xs, means, strict=True)], gaps)
     # A curve of few points would hide where they are.
     pair[0]["showSymbol"] = 0 < len(points) <= _FEW_POINTS
+    pair[0]["symbolSize"] = 10 if len(points) == 1 else 5
     if len(pair) == 1:
         return
     is_bucketed = any(point.min < point.max for point in points)

@@ -60,6 +60,8 @@ class JobPage:
             self._build_head()
             self._build_body()
             self._build_tabs()
+            with panel("Sharding", "sharding-panel"):
+                self._part(lambda at, now: fragments.sharding(at.job, at.timeline))
         self._show(snapshot)
         # Read while the browser loads the page.
         reading = asyncio.create_task(self._read_charts(is_anew=True))
@@ -160,8 +162,6 @@ class JobPage:
                 with panel("Timeline", "timeline-panel"):
                     made = self._part(fragments.drawn("timeline.html"))
                     made.classes("timeline-scroll").props("tabindex=0")
-        with panel("Sharding", "sharding-panel"):
-            self._part(lambda at, now: fragments.sharding(at.job, at.timeline))
 
     def _build_tabs(self) -> None:
         with ui.element("section").classes("panel tabs-panel"):

@@ -182,7 +182,7 @@ class NewJobPage:
                         self._inputs[path] = self._field(path, known[path])
 
     def _field(self, path: str, field: spec_text.FieldSchema) -> ui.input | ui.select:
-        label = path.removeprefix("parallelism.").replace("_", " ").replace(".", " ")
+        label = path.removeprefix("parallelism.")
         is_choice = bool(field.choices) and field.kind in ("string", "boolean")
         made: ui.input | ui.select
         if is_choice:
@@ -276,7 +276,8 @@ class NewJobPage:
             )
         except Refused as refused:
             self._show_problems(tuple(refused.problem.fields))
-            self._draw_plan(why=str(refused))
+            # What is wrong with a field is told there.
+            self._draw_plan(why="" if refused.problem.fields else str(refused))
             return
         plan = JobPlan.model_validate(answer.json())
         self._draw_plan(plan, why=_BEING_ESTIMATED)

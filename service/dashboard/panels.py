@@ -312,7 +312,7 @@ class PlacementPanel(Panel):
                 self._drained = ui.select([], label="Hosts to leave", multiple=True).props(
                     "use-chips"
                 )
-        with panel("Groups", "membership-panel") as self._box:
+        with panel("Workers and recovery", "membership-panel") as self._box:
             with ui.element("div").classes("panel-buttons") as self._buttons:
                 self._resize_button = button("Resize", self._open_resize)
                 self._drain_button = button("Drain hosts", self._open_drain)

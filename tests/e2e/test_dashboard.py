@@ -292,7 +292,7 @@ def test_a_field_keeps_what_was_typed_and_its_error_while_an_older_text_is_check
 
     monkeypatch.setattr(spec_text, "check", slow)
     page.goto("/dashboard/new")
-    editor, size = (page.get_by_label(name, exact=True) for name in ("Spec", "data batch size"))
+    editor, size = (page.get_by_label(name, exact=True) for name in ("Spec", "data.batch_size"))
     expect(editor).to_contain_text("batch_size:")
     size.fill("77")
     wait_for(lambda: begun, "the check of the text")

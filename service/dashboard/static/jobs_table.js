@@ -19,11 +19,11 @@ export default {
           <div :class="'bar tone-' + props.row.tone"><i :style="{width: props.row.percent + '%'}"></i></div>
           <div class="bar-text"><span>{{ props.row.percent_text }}</span><span>{{ props.row.aside }}</span></div>
         </q-td>
-        <q-td v-else-if="name === 'spark'" class="job-spark"><svg v-if="props.row.spark" :viewBox="spark" aria-hidden="true"><path :d="props.row.spark" /></svg></q-td>
-        <q-td v-else-if="name === 'quality'" class="number" data-label="Validation">
+        <q-td v-else-if="name === 'spark'" :data-label="props.row.spark ? label : null" class="job-spark"><svg v-if="props.row.spark" :viewBox="spark" aria-hidden="true"><path :d="props.row.spark" /></svg></q-td>
+        <q-td v-else-if="name === 'quality'" class="number" :data-label="label">
           {{ props.row.quality }}<small class="unit">{{ props.row.quality_name }}</small>
         </q-td>
-        <q-td v-else :data-label="label" :class="align === 'right' ? 'number' : 'text'">{{ props.row[name] }}</q-td>
+        <q-td v-else :data-label="props.row[name] === '' ? null : label" :class="align === 'right' ? 'number' : 'text'">{{ props.row[name] }}</q-td>
       </template>
     </q-tr>
   </template>

@@ -31,7 +31,6 @@ from service.domain.metrics import watched_names
 from service.domain.models import Job, JobStatus
 from service.domain.timeline import counted
 from service.errors import StoreUnavailable
-from service.schemas import wording
 
 REFRESH_INTERVAL_S = 1.0
 PAGE_SIZE = 50
@@ -39,28 +38,10 @@ LIST_MAX_AGE_S = 0.9
 SPARK_WIDTH, SPARK_HEIGHT, SPARK_POINTS = 88, 24, 44
 _MAX_SPARKS = 5000
 EXAMPLE_COMMAND = "shardloom run examples/movielens.yaml"
-# Name, title, and whether it holds numbers; the first two are always there.
-COLUMNS = (
-    ("status", "Status", False),
-    ("name", "Job", False),
-    ("progress", "Progress", False),
-    ("spark", "Watched metric", False),
-    ("quality", "Validation", True),
-    ("loss", "Train loss", True),
-    ("metric", "Filtered metric", True),
-    ("rows_per_s", "Rows/s", True),
-    ("workers", f"Workers T = M {wording.TIMES} L", False),
-    ("project", "Project", False),
-    ("labels", "Labels", False),
-    ("priority", "Priority", True),
-    ("attempts", "Attempts", True),
-    ("duration", "Duration", True),
-    ("age", "Age", True),
-)
 _CANCEL_HINT = "Their workers stop. Checkpoints that are committed stay."
 _DELETE_HINT = "Their checkpoints, logs and metrics go, too. This cannot be undone."
-_ALWAYS = ("status", "name")
-DEFAULT_COLUMNS = ("progress", "spark", "quality", "rows_per_s", "workers", "duration", "age")
+_ALWAYS, _CHOSEN = ("status", "name"), views.COLUMNS[2:]
+DEFAULT_COLUMNS = tuple(each.name for each in _CHOSEN if each.is_default)
 _STATES = tuple(JobStatus)
 
 
@@ -270,10 +251,9 @@ class ListPage:
                 metric.on_value_change(lambda event: self._change(metric=event.value or ""))
                 columns = button("Columns", lambda: None).props("icon-right=expand_more")
                 with columns, ui.menu(), ui.element("div").classes("column-menu"):
-                    for name, title, _ in COLUMNS:
-                        if name not in _ALWAYS:
-                            box = ui.checkbox(title, value=name in query.columns)
-                            box.on_value_change(partial(self._choose_column, name))
+                    for each in _CHOSEN:
+                        box = ui.checkbox(each.title, value=each.name in query.columns)
+                        box.on_value_change(partial(self._choose_column, each.name))
 
     def _pill(self, status: JobStatus | None, label: str) -> ui.element:
         with ui.element("button").classes("pill") as pill:
@@ -391,7 +371,7 @@ class ListPage:
 
     async def _choose_column(self, name: str) -> None:
         chosen = {*self._query.columns} ^ {name}
-        columns = tuple(each for each, _, _ in COLUMNS if each in chosen)
+        columns = tuple(each.name for each in _CHOSEN if each.name in chosen)
         await self._change(columns=columns, after=self._query.after)
         self._show_columns()
 
@@ -461,8 +441,13 @@ def _metric_fault(text: str | None) -> str | None:
 
 def _build_table() -> JobsTable:
     columns = [
-        {"name": name, "label": title, "field": name, "align": "right" if is_number else "left"}
-        for name, title, is_number in COLUMNS
+        {
+            "name": each.name,
+            "label": each.title,
+            "field": each.name,
+            "align": "right" if each.is_number else "left",
+        }
+        for each in views.COLUMNS
     ]
     table = JobsTable(columns=columns, rows=[], row_key="id", selection="multiple")
     table.classes("jobs-table")

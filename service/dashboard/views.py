@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 from service.api.views import summary_of
 from service.domain.models import EndReason, Job, TimelineEvent
 from service.schemas import wording
+from service.schemas.jobs import JobSummary
 from trainer.protocol.events import METRICS, WorkersStarted
 
 _EVENT_TONES = {
@@ -25,35 +30,76 @@ NUM_HOST_COLOURS = 8
 _SPEED = "speed/rows_per_s"
 
 
+@dataclass(frozen=True)
+class Column:
+    """A column of the job list; one without `text_of` is drawn by `static/jobs_table.js`.
+
+    `text_of` has its text, by job and Unix time in seconds.
+    """
+
+    name: str
+    title: str
+    text_of: Callable[[JobSummary, float], object] | None = None
+    is_number: bool = False
+    is_default: bool = False
+
+
+def _latest(name: str) -> Callable[[JobSummary, float], str]:
+    return lambda job, _: wording.metric(name, job.latest_metrics.get(name))
+
+
+_drawn = partial(Column, is_default=True)
+_number = partial(Column, is_number=True)
+# The first two are always there.
+COLUMNS = (
+    _drawn("status", "Status"),
+    _drawn("name", "Job"),
+    _drawn("progress", "Progress"),
+    _drawn("spark", "Watched metric"),
+    _drawn("quality", "Validation", is_number=True),
+    _number("loss", "Train loss", _latest("train/loss")),
+    _number("metric", "Filtered metric"),
+    _number("rows_per_s", "Rows/s", _latest(_SPEED), is_default=True),
+    Column(
+        "workers",
+        f"Workers T = M {wording.TIMES} L",
+        lambda job, _: wording.layout_text(job),
+        is_default=True,
+    ),
+    Column("project", "Project", lambda job, _: job.project),
+    Column("labels", "Labels", lambda job, _: " ".join(f"{k}={v}" for k, v in job.labels.items())),
+    _number("priority", "Priority", lambda job, _: job.priority),
+    _number("attempts", "Attempts", lambda job, _: job.num_attempts),
+    _number(
+        "duration",
+        "Duration",
+        lambda job, now: wording.duration_of(job, now) or wording.NOTHING,
+        is_default=True,
+    ),
+    _number("age", "Age", lambda job, now: wording.duration(now - job.created_at), is_default=True),
+)
+
+
 def job_row(job: Job, now: float, metric: str = "") -> dict[str, object]:
     """One line of the job list, ready for the table (JSON values only), with one more `metric`."""
     shown = summary_of(job)
-    progress = shown.progress
-    quality = job.spec.model.watched_metric
+    quality = shown.watched_metric
     quality_value = job.latest_metrics.get(f"validation/{quality}")
-    return {
+    texts = {each.name: each.text_of(shown, now) for each in COLUMNS if each.text_of}
+    return texts | {
         "id": job.id,
         "name": job.name,
         "status": job.status.value.lower(),
         "tone": wording.tone_of(job.status),
         "groups": wording.groups_text(shown),
-        "percent": round(progress.percent, 1),
+        "percent": round(shown.progress.percent, 1),
         # Truncated, so that 100 % means done.
-        "percent_text": f"{int(progress.percent)}%",
-        "aside": wording.aside(shown) or wording.eta_text(progress),
+        "percent_text": f"{int(shown.progress.percent)}%",
+        "aside": wording.aside(shown) or wording.eta_text(shown.progress),
         "message": job.message,
-        "workers": wording.layout_text(shown),
-        "loss": wording.precise(job.latest_metrics.get("train/loss")),
         "quality": wording.precise(quality_value),
         "quality_name": "" if quality_value is None else quality.upper(),
-        "rows_per_s": wording.metric(_SPEED, job.latest_metrics.get(_SPEED)),
         "metric": wording.metric(metric, job.latest_metrics.get(metric)),
-        "project": job.project,
-        "labels": " ".join(f"{key}={value}" for key, value in job.spec.labels.items()),
-        "priority": job.priority,
-        "attempts": job.num_attempts,
-        "age": wording.duration(now - job.created_at),
-        "duration": wording.duration_of(job, now) or wording.NOTHING,
     }
 
 

@@ -265,31 +265,64 @@ class RetrySpec(SpecModel):
 
 
 class RecoverySpec(SpecModel):
-    """How fast trouble is noticed, and what follows.
+    """How fast trouble is noticed, and what follows."""
 
-    A group silent for `heartbeat_timeout_s` is lost. Where its processes end it is missed at once,
-    so this is about hosts that vanish; a rank that computes may be unable to send for over a
-    second. One operation of a sync takes at most `exchange_timeout_s`; NCCL has 30 s to form a
-    group, if that is not more. Workers that get nothing done for `hang_factor` times the median
-    step, and at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is
-    a straggler; with `replace_stragglers` its workers move, once, to a host that has room for them,
-    and the slow host is left out as one that fails. A start waits `start_grace_s` for hosts and
-    groups that are missing. A host with `exclude_host_after` failures is left out for
-    `exclude_host_s`. With `min_node_speed` hosts are checked before workers are placed on them
-    (matrix products, memory, network, storage; some seconds each), and one is left out for as long
-    that fails, or is slower in one of these than this share of the median host.
-    """
-
-    heartbeat_timeout_s: Seconds = 5.0
-    exchange_timeout_s: Seconds = 5.0
-    hang_factor: Annotated[float, Field(gt=1)] = 20.0
-    min_hang_s: Seconds = 60.0
-    straggler_factor: Annotated[float, Field(gt=1)] = 1.5
-    replace_stragglers: bool = False
-    start_grace_s: Seconds = 120.0
-    exclude_host_after: Count = 3
-    exclude_host_s: Seconds = 600.0
-    min_node_speed: Annotated[float, Field(gt=0, le=1)] | None = None
+    heartbeat_timeout_s: Annotated[
+        Seconds,
+        Field(
+            description="A group silent for so long is lost. Where its processes end it is missed "
+            "at once, so this is about hosts that vanish; a rank that computes may be unable to "
+            "send for over a second."
+        ),
+    ] = 5.0
+    exchange_timeout_s: Annotated[
+        Seconds,
+        Field(
+            description="Longest time of one operation of a sync; NCCL has 30 s to form a group, "
+            "if that is not more."
+        ),
+    ] = 5.0
+    hang_factor: Annotated[
+        float,
+        Field(
+            gt=1,
+            description="Workers that get nothing done for so many median steps, and at least "
+            "`min_hang_s`, hang.",
+        ),
+    ] = 20.0
+    min_hang_s: Annotated[
+        Seconds,
+        Field(
+            description="What takes less is no hang. Outside of steps (start, checkpoint, "
+            "validation, a slow read) ten times that are allowed."
+        ),
+    ] = 60.0
+    straggler_factor: Annotated[
+        float,
+        Field(gt=1, description="A rank slower than this times the median is a straggler."),
+    ] = 1.5
+    replace_stragglers: Annotated[
+        bool,
+        Field(
+            description="A straggler's workers move, once, to a host that has room for them, and "
+            "the slow host is left out as one that fails."
+        ),
+    ] = False
+    start_grace_s: Annotated[
+        Seconds, Field(description="A start waits so long for hosts and groups that are missing.")
+    ] = 120.0
+    exclude_host_after: Annotated[
+        Count, Field(description="Failures within an hour after which a host is left out.")
+    ] = 3
+    exclude_host_s: Annotated[Seconds, Field(description="For so long it is left out.")] = 600.0
+    min_node_speed: Annotated[
+        Annotated[float, Field(gt=0, le=1)] | None,
+        Field(
+            description="Hosts are checked before workers are placed on them (matrix products, "
+            "memory, network, storage; some seconds each). One is left out for `exclude_host_s` "
+            "that fails, or is slower in one of these than this share of the median host.",
+        ),
+    ] = None
 
 
 class ResourcesSpec(SpecModel):

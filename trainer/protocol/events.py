@@ -499,7 +499,7 @@ class RowsSkipped(EventModel):
 
 
 class RowsQuarantined(EventModel):
-    """Rows left out since the last such event because they cannot be used."""
+    """Rows left out since the last such event because they cannot be used. Of the first epoch."""
 
     kind: Literal["rows_quarantined"] = "rows_quarantined"
     file: Message

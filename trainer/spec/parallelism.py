@@ -387,7 +387,8 @@ class ParallelismSpec(SpecModel):
                 raise problem(
                     "single_replica",
                     "workers / shard_group_size is 1, so there is one copy of the tables and "
-                    f"nothing to sync or compare; remove '{field}' or lower shard_group_size",
+                    f"nothing to sync or compare; remove '{field}', raise workers or lower "
+                    "shard_group_size",
                     field,
                 )
         return self

@@ -528,6 +528,8 @@ class QuarantineReporter:
         self._num_rows, self._num_held_out = num_rows
         self._emit = emit
         self._epochs: set[int] = set()
+        self._is_first_epoch = True
+        self._untold: QuarantinedRows = Counter()
         self._found: QuarantinedRows = Counter()
         self._held_out: QuarantinedRows = Counter()
         self._named: QuarantinedRows = Counter()  # in the newest report
@@ -538,10 +540,13 @@ class QuarantineReporter:
 
     def add(self, found: QuarantinedRows) -> None:
         self._found.update(found)
+        if self._is_first_epoch:
+            self._untold.update(found)
 
     def begin_epoch(self, epoch: int) -> None:
         """Rows of `epoch` come from now on, or go on to come."""
         self._epochs.add(epoch)
+        self._is_first_epoch = epoch == 0
 
     def begin_validation(self) -> None:
         self._num_validations += 1
@@ -553,12 +558,14 @@ class QuarantineReporter:
         self.num_held_out += found.total()
         if self._num_validations == 1:
             self._held_out.update(found)
+            self._untold.update(found)
 
     def parts(self) -> Iterator[Part]:
         """Rows left out since the last report, over all ranks; none where bad rows end the job.
 
-        Writes an event for each file and reason. Reading raises `TooManyBadRowsError` on every
-        rank where more than `data.max_bad_share` are left out, on average over the epochs.
+        Writes an event for each file and reason, of the first epoch. Reading raises
+        `TooManyBadRowsError` on every rank where more than `data.max_bad_share` are left out, on
+        average over the epochs.
         """
         if not self._is_on:
             return
@@ -567,10 +574,11 @@ class QuarantineReporter:
         self._found.clear()
         self._held_out.clear()
         self._named = found
-        for (file, reason), count in most_quarantined(found).items():
+        for (file, reason), count in most_quarantined(self._untold).items():
             self._emit(
                 events.RowsQuarantined(time=time.time(), file=file, reason=reason, count=count)
             )
+        self._untold.clear()
         yield Part(torch.tensor(mine, dtype=torch.float64), self._read)
 
     def _read(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:

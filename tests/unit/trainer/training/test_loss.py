@@ -72,6 +72,20 @@ def test_bad_rows_of_all_ranks_count_against_their_split() -> None:
         reporter.check(num_held_out=11)
 
 
+def test_bad_rows_are_told_once_and_counted_in_each_epoch() -> None:
+    spec: Any = SimpleNamespace(data=SimpleNamespace(on_bad_rows="quarantine", max_bad_share=1.0))
+    told: list[Any] = []
+    reporter = QuarantineReporter(spec, (1000, 100), told.append)
+    sums = []
+    for epoch in (0, 0, 1):
+        reporter.begin_epoch(epoch)
+        reporter.add(Counter({("part-0.parquet", "no label"): 2}))
+        (part,) = reporter.parts()
+        sums += part.sums.tolist()[:1]
+    assert sums == [2, 2, 2]
+    assert [event.count for event in told] == [2, 2]
+
+
 def test_no_two_seeds_syncs_steps_or_ranks_draw_the_same() -> None:
     keys = list(product(range(2), range(3), range(50), range(4)))
     seeds = {step_seed(*key) for key in keys}

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
@@ -155,9 +154,7 @@ def _shows_all() -> bool:
     return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
 
 
-def print_answer(
-    value: BaseModel | Sequence[BaseModel], page: RenderableType, *, as_json: bool, empty: str = ""
-) -> None:
+def print_answer(value: object, page: RenderableType, *, as_json: bool, empty: str = "") -> None:
     """Print an answer as JSON or as a page; a sequence without items as the sentence `empty`."""
     if as_json:
         print_json(value)
@@ -167,9 +164,7 @@ def print_answer(
         console().print(page)
 
 
-def print_line(
-    value: BaseModel | dict[str, Any], line: str, hint: str = "", *, as_json: bool
-) -> None:
+def print_line(value: object, line: str, hint: str = "", *, as_json: bool) -> None:
     """Print an answer as JSON, or a line that scripts can take and a hint on standard error."""
     if as_json:
         print_json(value)

@@ -93,7 +93,8 @@ def ps(
     jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
     shown = jobs if show_all else jobs[:DEFAULT_NUM_JOBS]
     empty = "no jobs; `shardloom run SPEC` starts one"
-    print_answer(shown, jobs_table(shown, time.time()), as_json=as_json, empty=empty)
+    table = jobs_table(shown, time.time(), console().width)
+    print_answer(shown, table, as_json=as_json, empty=empty)
     if len(shown) < len(jobs) and not as_json:
         console().print(Text("there are more: shardloom ps --all", style="dim"))
 

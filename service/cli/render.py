@@ -6,6 +6,7 @@ Pure but for the time, which callers give as Unix seconds (`now_s`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -77,13 +78,21 @@ def headline_metric(job: JobSummary) -> str:
     return f"{names[0]} {wording.metric(names[0], known[names[0]])}" if names else ""
 
 
-def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
-    table = plain_table(
-        "Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Time"
-    )
+# Columns of `ps`, and from which width of the terminal on they are shown.
+_JOB_COLUMNS = {
+    **{"Job": 0, "Name": 0, "Status": 0, ">Progress": 0},
+    **{"Metric": 100, ">Workers": 120, "Created": 140, "Time": 90},
+}
+
+
+def jobs_table(jobs: Sequence[JobSummary], now_s: float, width: int) -> Table:
+    """One row a job, on `width` characters; its id is whole on the narrowest, to be copied."""
+    is_shown = [least <= width for least in _JOB_COLUMNS.values()]
+    table = plain_table(*compress(_JOB_COLUMNS, is_shown))
+    table.columns[0].no_wrap = True
     for job in jobs:
         aside = wording.aside(job) or wording.groups_text(job)
-        table.add_row(
+        cells: tuple[str | Text, ...] = (
             job.id,
             job.name,
             Text.assemble(status_text(job.status), (f" {aside}" if aside else "", "yellow")),
@@ -93,6 +102,7 @@ def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
             wording.age(job.created_at, now_s),
             wording.duration_of(job, now_s),
         )
+        table.add_row(*compress(cells, is_shown))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,15 +18,18 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from service.backends.base import ClusterWatch
 from service.backends.fake import Script
 from service.cli import jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
+from service.cli.render import jobs_table
 from service.client.client import ShardloomClient
 from service.client.transport import REQUEST_TIMEOUT_S
 from service.dashboard import fragments
 from service.domain.metrics import MEMORY_PARTS
+from service.schemas.jobs import JobSummary
 from service.schemas.wording import NOTHING, TIMES
 from tests.conftest import REPO
 from tests.harness.builders import (
@@ -77,6 +81,17 @@ def test_ps_lists_the_jobs_with_status_progress_and_metric(service):
         "validation/rmse 0.9340",
     ):
         assert word in result.stdout
+
+
+def test_ps_shows_the_watched_metric_and_on_a_narrow_terminal_whole_ids():
+    told = {"validation/auc": 0.71, "validation/rmse": 0.93}
+    job = JobSummary.model_validate(job_body(watched_metric="auc", latest_metrics=told))
+    for width, is_wide in ((200, True), (80, False)):
+        console = Console(width=width, file=io.StringIO())
+        console.print(jobs_table([job], 2000.0, width))
+        text = console.file.getvalue()
+        assert "job-0000000000ab" in text
+        assert ("validation/auc 0.7100" in text) is is_wide
 
 
 def test_reading_commands_print_json_for_programs(service):

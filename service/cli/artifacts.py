@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,7 +38,7 @@ from service.cli.common import (
 )
 from service.cli.render import plain_table, traces_table
 from service.client.resources import LogFilters
-from service.schemas.jobs import ExportOut, LogLine
+from service.schemas.jobs import ExportOut, LogLine, LogsOut
 from service.schemas.wording import age, comparison, size
 from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
@@ -211,23 +211,38 @@ def logs(
     if download is not None:
         path = client.download_logs(job, download, attempt=attempt)
         console().print(str(path), soft_wrap=True)
-    elif as_json and not follow:
-        print_json(client.read_logs(job, **wanted))
+    elif not follow:
+        found = client.read_logs(job, **wanted)
+        _check_sources(found, source, rank or ())
+        if as_json:
+            print_json(found)
+        else:
+            _print_lines(found.lines)
     else:
         # Ctrl-C is the usual way out of a log that goes on.
         with contextlib.suppress(KeyboardInterrupt):
-            lines: Iterable[LogLine] = (
-                client.follow_logs(job, **wanted)
-                if follow
-                else client.read_logs(job, **wanted).lines
-            )
-            for line in lines:
-                if as_json:
+            lines = client.follow_logs(job, **wanted)
+            if as_json:
+                for line in lines:
                     typer.echo(line.model_dump_json())
-                else:
-                    style = _STYLES.get(line.level or "", "")
-                    text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
-                    console().print(text, soft_wrap=True)
+            else:
+                _print_lines(lines)
+
+
+def _print_lines(lines: Iterable[LogLine]) -> None:
+    for line in lines:
+        style = _STYLES.get(line.level or "", "")
+        text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
+        console().print(text, soft_wrap=True)
+
+
+def _check_sources(found: LogsOut, source: str | None, ranks: Sequence[int]) -> None:
+    """Raise `typer.BadParameter` for a log that an attempt with logs does not have."""
+    wanted = [source] if source else [f"rank-{rank}" for rank in ranks]
+    for name in wanted if found.sources and not found.lines else ():
+        if not any(f"-{each}".endswith(f"-{name}") for each in found.sources):
+            known = ", ".join(found.sources)
+            raise typer.BadParameter(f"the attempt has no log {name}; it has: {known}")
 
 
 def moment(text: str | None, now_s: float) -> float | None:

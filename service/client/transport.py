@@ -114,10 +114,11 @@ def is_transient(error: ShardloomError) -> bool:
 def path_of(kind: str, name: str, *parts: str) -> str:
     """Path of something by its id or name, or of what is below it; raises `InvalidRequest`."""
     names = (name, *parts)
-    if not {"", ".", ".."}.isdisjoint(names):
-        # A URL has no such names: the request would be about what is above.
+    if not {"", ".", ".."}.isdisjoint(names) or any("/" in each for each in names):
+        # A URL has no such names: the request would be about what is above, or of no route.
         raise refusal(
-            f"{'/'.join(names)!r} names nothing in {kind}: an id or a name is not '', . or .."
+            f"{'/'.join(names)!r} names nothing in {kind}: an id or a name is not '', . or .., "
+            "and has no /"
         )
     return f"/v1/{kind}/{'/'.join(quote(each, safe='', errors='replace') for each in names)}"
 

@@ -110,9 +110,7 @@ def update_job_file(job: Job, settings: Settings) -> None:
     try:
         in_time(settings.runs_dir, update)
     except OSError as error:
-        logger.warning(
-            "job %s: run storage does not say that it is %s: %s", job.id, job.status, error
-        )
+        logger.warning("job %s: job.json is not as the job is now: %s", job.id, error)
 
 
 def _content_of(job: Job, settings: Settings) -> bytes:

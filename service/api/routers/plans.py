@@ -15,10 +15,10 @@ from service.api.deps import (
     ThreadRoute,
     check_paths,
     check_project,
+    known_hosts,
     most_workers,
 )
 from service.api.planning import plans_view
-from service.backends.base import hosts_for
 from service.db.jobs import JobStore
 from service.domain.auth import Principal, Role
 from service.domain.job_filter import JobFilter
@@ -93,5 +93,5 @@ def _site_of(spec: JobSpec, wanted: str | None, context: Context) -> PlanSite:
     """Raises `ClusterError`."""
     if wanted is not None:
         return PlanSite.of_profile(cluster_of(wanted), spec)
-    hosts = hosts_for(context.backend, spec)
-    return PlanSite.of_site(site_of(spec, hosts, most_workers(spec, context)))
+    site = site_of(spec, known_hosts(spec, context), most_workers(spec, context))
+    return PlanSite.of_site(site)

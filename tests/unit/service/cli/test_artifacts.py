@@ -26,6 +26,7 @@ from tests.harness.builders import (
 )
 from tests.harness.service import Api, FakeService, event_body, job_body, shardloom, trace_body
 from trainer.protocol.code_archive import check, id_of
+from trainer.protocol.run_dir import RunDir
 
 
 @pytest.fixture
@@ -120,6 +121,18 @@ def test_what_is_wanted_of_logs_is_passed_on(service: FakeService) -> None:
     options = ["--rank", "0", "--rank", "3", "--level", "warning", "--grep", "x*y"]
     shardloom("logs", "ratings", *options)
     assert _params(service) == [("rank", "0"), ("rank", "3"), ("level", "warning"), ("q", "x*y")]
+
+
+@pytest.mark.usefixtures("client")
+def test_a_log_that_there_is_not_is_named_with_those_that_there_are(api: Api) -> None:
+    job_id = api.start()
+    folder = RunDir(api.settings.runs_dir / job_id).attempt(f"{job_id}-a0").logs_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rank-0.log").write_text("a line\n")
+    refused = shardloom("logs", job_id, "--rank", "99")
+    assert (refused.exit_code, "rank-99" in refused.stderr) == (2, True)
+    assert "it has: rank-0" in refused.stderr
+    assert shardloom("logs", job_id, "--rank", "0").stdout.split() == ["rank-0", "a", "line"]
 
 
 def test_times_are_dates_or_ages() -> None:

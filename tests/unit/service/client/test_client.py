@@ -246,11 +246,11 @@ def test_jobs_are_fetched_page_by_page():
 
 def test_a_job_name_is_quoted_in_the_path():
     script = Script(ok(job_body()))
-    script.client().get_job("a/b?c")
-    assert script.requests[0].url.raw_path == b"/v1/jobs/a%2Fb%3Fc"
+    script.client().get_job("a b?c")
+    assert script.requests[0].url.raw_path == b"/v1/jobs/a%20b%3Fc"
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../../ratings", "\udc80"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "\udc80"])
 def test_nothing_above_what_is_named_is_asked_for_or_deleted(name: str) -> None:
     script = Script(*[httpx.Response(204)] * 3)
     client = script.client()
@@ -263,7 +263,7 @@ def test_nothing_above_what_is_named_is_asked_for_or_deleted(name: str) -> None:
             call()
     paths = [request.url.raw_path for request in script.requests]
     assert all(path.count(b"/") == number for path, number in zip(paths, (5, 3, 3), strict=False))
-    assert len(paths) == (0 if name in ("", ".", "..") else 3)
+    assert len(paths) == (3 if name == "\udc80" else 0)
 
 
 def test_waiting_outlasts_a_restart_of_the_service_until_its_patience_ends():

@@ -3,11 +3,13 @@
 #   STACK=cpu|gpu     which torch stack to install (default: gpu where nvidia-smi finds one)
 #   DATA=DIR          MovieLens csv folder for the demo
 #   WAIT=0            end the demo when the job has ended
+#   TESTS=PATH        files or folders of tests that `make test` runs
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 WAIT ?= 1
+TESTS ?= tests
 BIN := .venv/bin
 # A worker of a job imports for 17 s instead of 6 s where there is no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,7 +41,7 @@ demo-survive: setup ## lose a host in the middle of a job, and get it back
 	@DATA='$(DATA)' WAIT='$(WAIT)' deploy/demo_survive.sh
 
 test: setup-dev ## run the tests but for the slow ones: ten minutes on two fast cores
-	@$(PYTEST) tests -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) $(TESTS) -m "not slow" $(PYTEST_ARGS)
 
 test-all: setup-dev ## run all tests, with many more made-up cases: half an hour on two fast cores
 	@SHARDLOOM_TEST_PROFILE=all $(PYTEST) tests $(PYTEST_ARGS)
@@ -57,7 +59,7 @@ chaos: setup-dev ## strike 40 elastic jobs with 10 faults each; takes half an ho
 fuzz: setup-dev ## ask the REST API 10 000 made-up questions; takes some minutes
 	@SHARDLOOM_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/integration/service/test_openapi.py $(PYTEST_ARGS)
 
-lint: setup-dev ## check style, types, layers and generated files
+lint: setup-dev ## check style, types and layers
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	@$(BIN)/lint-imports
 

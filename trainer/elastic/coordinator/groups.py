@@ -170,7 +170,7 @@ class Group:
         self.keep(None, 0)
         return told
 
-    def promote(self) -> None:
+    def make_current(self) -> None:
         """From here on it holds the newest commit."""
         self.standing, self.copy, self.donor = "current", "absent", None
 

@@ -305,7 +305,7 @@ class Membership:
             self._rounds.dismiss_spare(group, f"asked to leave: {cause}")
         else:
             self._effects += group.dismiss(fenced(f"asked to leave: {cause}"))
-        self._rounds.release(group, cause, now)
+        self._rounds.let_go(group, cause, now)
 
     def drop(self, group: int, incarnation: int, reason: str, now: float) -> list[Effect]:
         """The driver knows that this incarnation of a group is lost."""

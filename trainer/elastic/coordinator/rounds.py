@@ -225,7 +225,7 @@ class SyncRounds:
         self._tuner.resume(self.ledger.tuning)
         self._metrics.record_incident("the coordinator was restarted", now)
         for group in trained:
-            group.promote()
+            group.make_current()
             self._metrics.goodput.train(group.group, now)
             self._book.adopt(group.hello.leases, group.group)
         own = self.ledger
@@ -267,7 +267,7 @@ class SyncRounds:
         if self._round and group in self._round.groups:
             self._end_round(f"group {group.group} was lost", now)
 
-    def release(self, group: Group, cause: str, now: float) -> None:
+    def let_go(self, group: Group, cause: str, now: float) -> None:
         """A group leaves as asked; no work is lost."""
         self._groups.remove(group, cause, f"left: {cause}", is_lost=False)
         self._book.give_back(group.group)
@@ -367,7 +367,7 @@ class SyncRounds:
         if not others:
             message = "its loss became NaN and no other group holds the state"
             self._effects += group.dismiss(fenced(message))
-            self.release(group, "poisoned", now)
+            self.let_go(group, "poisoned", now)
 
     def lose_guilty(self, now: float) -> None:
         """Give up the group that makes rounds fail, once those who were in the last are back."""
@@ -562,7 +562,7 @@ class SyncRounds:
         able = [group for group in voters if group not in ended.overlapping]
         leavers = [group for group in able if self._may_leave(group)]
         for group in leavers:
-            self.release(group, group.leave_cause or "resize", now)
+            self.let_go(group, group.leave_cause or "resize", now)
         for group, speed in ended.speeds.items():
             group.speeds.append(speed)
         self._hand_out()
@@ -629,7 +629,7 @@ class SyncRounds:
             if group not in ended.joining:
                 continue
             is_start, donor = group.standing == "initial", group.donor_group
-            group.promote()
+            group.make_current()
             self._metrics.goodput.train(group.group, now)
             joined = events.GroupJoined(
                 time=now,

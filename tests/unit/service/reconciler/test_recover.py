@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from unittest.mock import Mock
@@ -202,6 +202,22 @@ def test_a_recovery_that_is_cut_off_is_taken_up_again(
     empty.poll()
     assert empty.status(job) is JobStatus.RUNNING
     assert empty.store.metric_names(job.id) == ["train/loss"]
+
+
+def test_every_field_of_a_job_is_on_run_storage_or_known_to_come_from_elsewhere(
+    house: House,
+) -> None:
+    job = replace(trained(house, "running"), status=JobStatus.CANCELLED)
+    run_storage.write_job(job, house.settings)
+    document = json.loads(run_dir_of(house.settings, job.id).job_path.read_text())
+    kept = {*document, *document["ended"]}
+    of_the_spec = {"name", "project", "priority"}
+    of_records = {"started_at", "current_attempt_id", "progress", "latest_metrics", "membership"}
+    lost = {"version", "cancel_requested", "pause_requested", "retry_at", "resume_from"}
+    lost |= {"queue_note"}
+    others = {field.name for field in fields(Job)} - kept
+    message = "write a new field in run_storage._content_of and read it in recover._job_of"
+    assert others == of_the_spec | of_records | lost, message
 
 
 def test_known_jobs_are_left_and_damaged_folders_are_told(

@@ -64,6 +64,12 @@ class VocabularyEncoder:
     ids: IntArray
     num_ids: int
 
+    @classmethod
+    def of(cls, values: pl.Series | NDArray) -> VocabularyEncoder:
+        """The value at position i of `values` (distinct, ascending) has id i + 1."""
+        ids = np.arange(1, len(values) + 1, dtype=np.int64)
+        return cls(pl.Series("value", values), ids, len(values) + 1)
+
     @property
     def wanted(self) -> str:
         return "a string" if self.values.dtype == pl.String else "an integer"

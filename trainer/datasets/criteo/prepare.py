@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 from rich.progress import Progress
 
@@ -138,7 +137,7 @@ class _Preparation:
     def _encoder(self, known: pl.DataFrame | None) -> IdEncoder:
         if known is None:
             return HashEncoder(self.options.num_hash_buckets, self.options.seed)
-        return VocabularyEncoder(known["value"], np.arange(1, len(known) + 1), len(known) + 1)
+        return VocabularyEncoder.of(known["value"])
 
 
 def _statistics(parts: Mapping[str, Sequence[Part]]) -> dict[str, float]:

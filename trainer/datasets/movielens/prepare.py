@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-from numpy.typing import NDArray
 from rich.progress import Progress
 
 from trainer.data.manifest import Manifest, SplitEntry
@@ -229,8 +228,8 @@ class _Preparation:
             min_count=options.min_token_count,
             max_size=options.max_tokens,
         )
-        users = vocabulary_of(blocks.users[statistics.training_rows_of_user > 0])
-        rated = vocabulary_of(movie_ids[is_known])
+        users = VocabularyEncoder.of(blocks.users[statistics.training_rows_of_user > 0])
+        rated = VocabularyEncoder.of(movie_ids[is_known])
         fitted = Fitted(
             units=units,
             statistics=statistics,
@@ -340,10 +339,4 @@ def fit_vocabulary(
     kept = counts.filter(pl.col("count") >= min_count).sort(
         ["count", "value"], descending=[True, False]
     )
-    return vocabulary_of(kept["value"].head(max_size or len(kept)).sort())
-
-
-def vocabulary_of(values: pl.Series | NDArray) -> VocabularyEncoder:
-    """The value at position i of `values` (distinct, ascending) has index i + 1; 0 is unknown."""
-    index = np.arange(1, len(values) + 1, dtype=np.int64)
-    return VocabularyEncoder(pl.Series("value", values), index, len(values) + 1)
+    return VocabularyEncoder.of(kept["value"].head(max_size or len(kept)).sort())

@@ -35,8 +35,9 @@ def options_from_model(**flags: str) -> Callable[[Command], Command]:
             try:
                 options = kind(**{each.name: given.pop(each.name) for each in made})
             except ValidationError as error:
-                (place, *_), text = error.errors()[0]["loc"], error.errors()[0]["msg"]
-                raise typer.BadParameter(text, param_hint=named[str(place)]) from None
+                fault = error.errors()[0]
+                text = fault["msg"].removeprefix("Value error, ")
+                raise typer.BadParameter(text, param_hint=named[str(fault["loc"][0])]) from None
             command(options=options, **given)
 
         shown = [

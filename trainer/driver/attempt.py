@@ -179,15 +179,23 @@ class DriverContext:
     def files(self) -> AttemptDir:
         return RunDir(self.run_dir).attempt(self.attempt_id)
 
+    def read_spec(self) -> JobSpec:
+        """The spec as the service took it, maybe an earlier version; raises `SpecError`."""
+        return _stored_spec(self.files.spec_path)
+
     def read_resolved_spec(self) -> JobSpec:
         """The spec as `open_attempt` resolved it."""
-        document = json.loads(self.files.resolved_spec_path.read_bytes())
-        return JobSpec.model_validate(document, context={"stored": True})
+        return _stored_spec(self.files.resolved_spec_path)
 
     @property
     def is_pause_wanted(self) -> bool:
         """Whether the attempt shall save and end; False while storage fails."""
         return is_there(self.files.pause_request_path)
+
+
+def _stored_spec(path: Path) -> JobSpec:
+    # What newer versions refuse must not end a job, nor its length with every default in it.
+    return JobSpec.checked(json.loads(path.read_bytes()), {"stored": True})
 
 
 def is_there(path: Path) -> bool:

@@ -64,7 +64,6 @@ from trainer.protocol.run_dir import RunDir, write_whole
 from trainer.protocol.versions import check_versions, installed_versions
 from trainer.sinks import open_sinks
 from trainer.sinks.base import Feed
-from trainer.spec import load_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
@@ -182,12 +181,12 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
 
 
 def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
-    """Check and resolve the spec, and report that the attempt has started.
+    """Resolve the spec, and report that the attempt has started.
 
     Raises SpecError, DataError or AttemptFailed.
     """
     report = partial(warn, writer)
-    spec = resolve_inputs(load_spec(context.files.spec_path.read_text()), report)
+    spec = resolve_inputs(context.read_spec(), report)
     use_gpu, capacity, max_workers = wants_gpu(spec, num_gpus()), None, context.cluster_max_workers
     if max_workers is not None:
         use_gpu, capacity = open_capacity(context, spec, writer)

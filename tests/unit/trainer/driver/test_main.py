@@ -14,7 +14,7 @@ import httpx
 import pytest
 from ray.exceptions import RaySystemError
 
-from tests.harness.builders import spec
+from tests.harness.builders import spec, spec_document
 from tests.harness.files import records_in
 from tests.harness.wait import scaled
 from trainer.driver import main
@@ -35,7 +35,10 @@ from trainer.layout.choice import Choice
 from trainer.layout.hosts import HostFacts, Site, site_of
 from trainer.protocol.events import WorkersLost
 from trainer.protocol.outbox import EventWriter
+from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
+from trainer.spec.parse import MAX_TEXT_CHARS
 
 
 def environment(run_dir: Path, **more: str) -> dict[str, str]:
@@ -66,6 +69,21 @@ def test_a_bad_spec_ends_the_attempt_with_its_fields(
     ended = main.end_attempt(context, EventWriter(context.files.stream_path("driver")))
     assert ended.reason == EndReason.BAD_SPEC
     assert "embedding_tables" in ended.message
+
+
+def test_what_an_earlier_version_took_and_what_is_long_with_its_defaults_is_run(
+    context: DriverContext,
+) -> None:
+    sizes = {"workers": 2000, "shard_group_size": 1}
+    document = spec_document(parallelism=sizes | {"dense": "at_sync", "sync": {"overlap": True}})
+    with pytest.raises(SpecError, match="overlap"):
+        validate_spec(document)
+    [table] = document["embedding_tables"]
+    document["embedding_tables"] = [table, *(table | {"name": f"t{n}"} for n in range(3000))]
+    stored = JobSpec.checked(document, {"stored": True})
+    context.files.spec_path.write_text(stored.model_dump_json(indent=2))
+    assert context.files.spec_path.stat().st_size > MAX_TEXT_CHARS
+    assert context.read_spec() == stored
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def show_summary(folder: object, manifest: Manifest) -> None:
     for name, text in _vocabulary_rows(sizes):
         table.add_row(name, text)
     for name, value in manifest.statistics.items():
-        table.add_row(f"{name.replace('_', ' ')}", f"{value:.4f}")
+        table.add_row(name.replace("_", " "), f"{value:.4f}")
     for name, count in manifest.counts.items():
         table.add_row(name.replace("_", " "), str(count))
     console = Console()
@@ -121,7 +121,7 @@ def show_summary(folder: object, manifest: Manifest) -> None:
 
 
 @prepare_app.command("criteo")
-@options_from_model()
+@options_from_model
 def prepare_criteo_command(
     sources: Annotated[
         list[str],
@@ -157,7 +157,7 @@ def prepare_criteo_command(
 
 
 @generate_app.command("criteo")
-@options_from_model(num_rows="--rows", zipf_exponent="--zipf", num_days="--days")
+@options_from_model
 def generate_criteo_command(
     out: OutFolder, options: CriteoGeneratorOptions, overwrite: Overwrite = False
 ) -> None:
@@ -270,7 +270,7 @@ def _show(report: DataReport) -> None:
 
 
 @prepare_app.command("movielens")
-@options_from_model()
+@options_from_model
 def prepare_movielens_command(
     source: Annotated[
         str, typer.Argument(help="Folder or URL with ratings.csv, movies.csv and tags.csv.")

@@ -1,6 +1,7 @@
 """What `shardloom data prepare criteo` and `generate criteo` are told.
 
-Fields with a docstring are options of the command; the others are for callers in Python.
+Fields with a docstring are options of the command, called by their alias where they have one; the
+others are for callers in Python.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ class CriteoOptions(LineOptions, frozen=True):
     """Negative counts: 0, or -log(1 - count)."""
 
 
-class CriteoGeneratorOptions(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=True):
+class CriteoGeneratorOptions(
+    BaseModel, extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True
+):
     """Recorded in `teacher.json`."""
 
-    num_rows: Annotated[int, Field(ge=10)] = 100_000
+    num_rows: Annotated[int, Field(alias="rows", ge=10)] = 100_000
     """Number of rows."""
     format: Literal["parquet", "tsv"] = "parquet"
     """A prepared folder, or raw files for `prepare criteo`."""
     seed: Annotated[int, Field(ge=0)] = 0
     """The same seed gives the same files."""
-    zipf_exponent: Annotated[float, Field(ge=0.01)] = 1.05
+    zipf_exponent: Annotated[float, Field(alias="zipf", ge=0.01)] = 1.05
     """Exponent of the ids' Zipf law."""
     max_ids: PositiveInt = 100_000
     """Values of a column; Criteo has up to 10 million."""
-    num_days: PositiveInt = 1
+    num_days: Annotated[PositiveInt, Field(alias="days")] = 1
     """Raw files: train.txt, or day_0, ..."""
     gzip: bool = False
     """Compress the raw files."""

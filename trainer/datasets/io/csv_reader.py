@@ -199,7 +199,7 @@ def _delimiter_hint(line: str, delimiter: str) -> str:
     others = [mark for mark in (",", ";", "\t", "|") if mark != delimiter and mark in line]
     if delimiter in line or not others:
         return ""
-    return f". Its cells seem to be split by {others[0]!r}: set the delimiter"
+    return f". Its cells seem to be split by {others[0]!r}: set --delimiter"
 
 
 _BLOCK_BYTES = 32 * 1024 * 1024

@@ -106,9 +106,10 @@ def test_a_vocabulary_file_tells_the_size_of_its_table(make_spec, prepared):
 
 
 def test_a_table_smaller_than_its_ids_is_refused_before_training(make_spec):
-    for feature in ({"column": "movie_id"}, {"vocabulary": {"column": "movie_id"}}):
-        spec = with_features(make_spec(), {"num_embeddings": 5}, {"column": "year"} | feature)
-        message = r"features\[1\]\.(column|vocabulary).*table 't' has 5 rows"
+    for field, value in (("column", "movie_id"), ("vocabulary", {"column": "movie_id"})):
+        feature = {"column": "year", field: value}
+        spec = with_features(make_spec(), {"num_embeddings": 5}, feature)
+        message = rf"features\[1\]\.{field}: .*table 't' has 5 rows"
         with pytest.raises(TableTooSmallError, match=message):
             resolve_inputs(spec)
 

@@ -92,7 +92,7 @@ manifests: setup-dev ## render the chart with each of k8s/examples into build/k8
 	@$(BIN)/python -m deploy.chart render
 
 docs: setup-dev ## build the documentation site in site/; broken links fail
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "site/index.html"
 
 bench: setup-dev ## run every benchmark and write bench-results/
 	@$(BIN)/python -m tests.benchmarks.all --out bench-results

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -21,18 +23,36 @@ class ColumnError(DataError):
     """A column is missing or has the wrong type."""
 
 
+def missing_column(place: object, name: str, columns: Collection[str]) -> str:
+    """That `place`, which has `columns`, has none of this name, and which is nearest to it."""
+    nearest = difflib.get_close_matches(name, columns, n=1)
+    guess = f" (did you mean '{nearest[0]}'?)" if nearest else ""
+    return f"{place} has no column '{name}'{guess}; it has {', '.join(columns)}"
+
+
 class BadValueError(DataError):
     """One cell is wrong.
 
-    `place` says where in the file, as in `line 7` of a csv or `row 12` of a Parquet file.
+    `place` says where in the file, as in `line 7` of a csv or `row 12` of a Parquet file, `problem`
+    what is wrong with the value, and `mend` what to change.
     """
 
-    def __init__(self, path: Path | str, place: str, column: str, value: object, wanted: str):
+    def __init__(
+        self,
+        path: Path | str,
+        place: str,
+        column: str,
+        value: object,
+        wanted: str,
+        mend: str | None = None,
+    ):
         self.path = str(path)
         self.place = place
         self.column = column
         self.value = value
-        super().__init__(f"{path}, {place}, column '{column}': {value!r} is not {wanted}")
+        self.problem = f"{value!r} is not {wanted}"
+        mend = f"; {mend}" if mend else ""
+        super().__init__(f"{path}, {place}, column '{column}': {self.problem}{mend}")
 
 
 class TableTooSmallError(DataError):

@@ -26,7 +26,7 @@ from service.errors import JobNotFound
 from service.jobs.run_storage import reach, run_dir_of, write_json
 from service.settings import Settings
 from service.storage import in_time
-from trainer.errors import ManifestError
+from trainer.errors import ManifestError, missing_column
 from trainer.protocol.untrusted import MAX_ENTRIES, NotRegular, read_untrusted
 from trainer.spec.base import FieldProblem, SpecError, is_remote, places_of
 from trainer.spec.job import JobSpec
@@ -154,7 +154,7 @@ def _missing_column(spec: JobSpec, columns: Collection[str]) -> FieldProblem | N
         names[f"features[{index}].weights_column"] = feature.weights_column
     for field, name in names.items():
         if name and columns and name not in columns:
-            message = f"{spec.data.path} has no column '{name}'; it has {', '.join(columns)}"
+            message = missing_column(spec.data.path, name, columns)
             return FieldProblem(field, "missing_column", message)
     return None
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from trainer.data.quarantine import FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.rows import FloatArray, IdLists, Rows, SparseIds, concat_lists
-from trainer.data.transforms import IdEncoder, dense_values, encoder_of
-from trainer.errors import BadValueError, ColumnError
+from trainer.data.transforms import IdEncoder, dense_values, encoder_of, is_text
+from trainer.errors import BadValueError, ColumnError, missing_column
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import check_size
@@ -43,6 +43,18 @@ class InputColumn:
     def is_replaced(self) -> bool:
         """Whether a number takes the place of null and NaN."""
         return self.dense is not None and self.dense.missing is not None
+
+    @property
+    def mend(self) -> str:
+        """What to change for a value that training refuses."""
+        feature = self.field.removesuffix(".column")
+        if self.dense is not None and not self.is_replaced:
+            mend = f"set {feature}.missing, which replaces null and NaN"
+        elif self.num_ids:
+            mend = f"give {feature} hashing or a vocabulary, or its table more num_embeddings"
+        else:
+            mend = "mend it"
+        return f"{mend}, or leave such rows out by data.on_bad_rows: quarantine"
 
 
 @dataclass(frozen=True)
@@ -142,8 +154,7 @@ def check_schema(layout: RowLayout, schema: pa.Schema, folder: Location | str) -
     for column in layout.columns:
         if column.name not in schema.names:
             raise ColumnError(
-                f"{column.field}: {folder} has no column '{column.name}'; it has "
-                f"{', '.join(schema.names)}"
+                f"{column.field}: {missing_column(folder, column.name, schema.names)}"
             )
         if schema.names.count(column.name) > 1:
             raise ColumnError(
@@ -153,7 +164,8 @@ def check_schema(layout: RowLayout, schema: pa.Schema, folder: Location | str) -
         wanted, fits = _type_rule(column, found)
         if not fits:
             raise ColumnError(
-                f"{column.field}: column '{column.name}' in {folder} is {found}, not {wanted}"
+                f"{column.field}: column '{column.name}' in {folder} is {found}, not {wanted}; "
+                f"{_type_mend(column, found)}"
             )
 
 
@@ -173,6 +185,21 @@ def _type_rule(column: InputColumn, found: pa.DataType) -> tuple[str, bool]:
     return "a number", pa.types.is_floating(found) or pa.types.is_integer(found)
 
 
+def _type_mend(column: InputColumn, found: pa.DataType) -> str:
+    """What to change for a column whose type does not fit."""
+    feature = column.field.removesuffix(".column")
+    is_list = pa.types.is_list(found) or pa.types.is_large_list(found)
+    if column.num_ids and column.is_list != is_list:
+        return f"set {feature}.type to {'id_list or sequence' if is_list else 'id'}"
+    items = found.value_type if is_list else found
+    if column.num_ids and column.encoder is None and is_text(items):
+        return f"give {feature} hashing or a vocabulary, which make ids of text"
+    if column.dense is not None and is_text(found):
+        return "store numbers, or make it a feature of type id with hashing or a vocabulary"
+    is_input = column.num_ids or column.dense is not None or column.is_list
+    return "store it as such" if is_input else "store numbers, for two classes 0 and 1"
+
+
 # Arrow tables decoded into numpy rows, every value checked once on the way.
 
 Locate = Callable[[int], tuple[str, int]]
@@ -180,8 +207,7 @@ _BoolArray = NDArray[np.bool_]
 # Ids of tables of up to this many rows are kept in 32 bits.
 _NUM_NARROW_IDS = 2**31
 _BINARY_WANTED = (
-    "0 or 1 (data.label, after its offset and scale), as loss 'bce' needs; "
-    "mend the column or use loss 'mse'"
+    "0 or 1 (data.label, after its offset and scale), as loss 'bce' needs and 'mse' does not"
 )
 
 
@@ -403,7 +429,8 @@ class _Columns:
         """Mark `rows` as bad, or raise for the first of them, which holds `value`."""
         if self._marks is None:
             path, row_in_file = self._locate(self._start + int(rows[0]))
-            raise BadValueError(path, f"row {row_in_file}", column.name, value, wanted)
+            place = f"row {row_in_file}"
+            raise BadValueError(path, place, column.name, value, wanted, column.mend)
         self._marks.add(self._start + rows, f"column '{column.name}' is not {short or wanted}")
 
 

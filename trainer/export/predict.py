@@ -115,7 +115,7 @@ def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
         return decode(table, layout, lambda row: (_REQUEST, row))
     except BadValueError as error:
         is_missing = error.value is None
-        problem = "is missing or null" if is_missing else str(error).split(": ", 1)[-1]
+        problem = "is missing or null" if is_missing else error.problem
         raise BadRow(int(error.place.rpartition(" ")[2]), error.column, problem) from error
 
 
@@ -333,8 +333,8 @@ class Predictor:
         if raw:
             ids = [c.name for c in self.layout.sparse if c.encoder is None]
             if others := raw.keys() - ids:
-                problem = f"is no input of ids; those are {', '.join(dict.fromkeys(ids))}"
-                raise BadRow(0, min(others), problem)
+                known = ", ".join(dict.fromkeys(ids)) or "none: the model encodes raw values itself"
+                raise BadRow(0, min(others), f"is no input of ids; those are {known}")
             if isinstance(rows, pa.Table):
                 inputs = input_columns(self.layout)
                 rows = rows.select([n for n in rows.column_names if n in inputs]).to_pylist()

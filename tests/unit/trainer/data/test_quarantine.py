@@ -92,6 +92,8 @@ def test_one_bad_row_is_left_out_and_the_others_train(
     with pytest.raises(BadValueError, match=f"row 77, column '{column}'.*{reason}") as refused:
         epoch_of(make_spec(), folder)
     assert refused.value.path == str(folder / "part-00001.parquet")
+    mend = {"year": ".missing, which replaces null and NaN", "user_id": "more num_embeddings"}
+    assert f"{mend.get(column, '')}, or leave such rows out by data" in str(refused.value)
 
 
 def test_the_other_rows_are_what_they_were(spoil, tolerant, prepared) -> None:

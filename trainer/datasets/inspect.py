@@ -8,7 +8,7 @@ the largest cardinality, rounded up to a power of two from 8 to 128.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ _ID_NAME = re.compile(r"(id|ids|_?cat(egory)?_?\d*|code|zip|genres?|tokens?|tags
 _DIMS = (8, 16, 32, 64, 128)
 # An integer column with more distinct values than this and no name of an id is taken for a number.
 _MAX_ENUM = 1000
+# What pandas stores of the numbers of rows.
+_INDEX_NAME = re.compile(r"__index_level_\d+__|Unnamed: 0")
+# A column of numbers may hold this share of other words, one of lists holds as many bars.
+_WORDS = 0.1
 # Of ids that name rows this share is distinct; an estimate may be a little off.
 _ROW_NAMES = 0.98
 # A larger hour is a date, such as 14102100.
@@ -38,6 +42,7 @@ _LAST_HOUR = 24
 # Ids that fill their range can be used as they are.
 _MAX_SPARSENESS = 4
 _ROOM = 1.5
+_REFUSED = "which training refuses: mend them, or set data.on_bad_rows to quarantine"
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,7 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
         if reason := _unusable(column) or _row_name(column, sizes):
             notes.append(f"{column.name}: left out, {reason}")
             continue
-        if column.num_infinite:
-            notes.append(
-                f"{column.name}: {column.num_infinite} infinite values, which training refuses: "
-                "mend them, or set data.on_bad_rows to quarantine"
-            )
+        notes += [f"{column.name}: {doubt}" for doubt in _doubts(column)]
         feature, num_rows = _feature(column, sizes)
         features.append(feature)
         if num_rows is not None:
@@ -101,6 +102,8 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
         notes.append("no label found: set data.label.column")
     elif label.kind == "text" or label.lists:
         notes.append(f"{label.name}: a label is one number a row: store it as such")
+    elif label.num_nulls:
+        notes.append(f"{label.name}: {label.num_nulls:,} nulls, {_REFUSED}")
     return Suggestion(
         label.name if label else None,
         "bce" if label and label.is_binary else "mse",
@@ -117,8 +120,23 @@ def _find_label(columns: Sequence[ColumnReport]) -> ColumnReport | None:
     return next(iter(named or binary), None)
 
 
+def _doubts(column: ColumnReport) -> Iterator[str]:
+    """What training would refuse of a column, or what else it may have been meant as."""
+    if column.num_infinite:
+        yield f"{column.num_infinite:,} infinite values, {_REFUSED}"
+    if column.kind != "text" or column.lists is not None:
+        return
+    if 0 < column.num_words <= _WORDS * column.num_values:
+        count = f"{column.num_words:,} of {column.num_values:,} values are no numbers"
+        yield f"{count}: if it is one, store these as null and the column as a number"
+    if column.num_barred > _WORDS * column.num_values:
+        yield "holds `|`: if that parts several values, store lists"
+
+
 def _unusable(column: ColumnReport) -> str | None:
     """Why a column is no input; None where it is one."""
+    if _INDEX_NAME.fullmatch(column.name):
+        return "the numbers of rows in pandas"
     if not re.fullmatch(IDENTIFIER_PATTERN, column.name):
         return "its name is no identifier: rename it"
     is_hour = column.name.lower() == "hour" and (column.maximum or 0) > _LAST_HOUR
@@ -137,9 +155,13 @@ def _unusable(column: ColumnReport) -> str | None:
 
 def _row_name(column: ColumnReport, sizes: dict[str, int]) -> str | None:
     """Why ids would tell rows apart and nothing else; None where they do not."""
-    is_known = column.name in sizes or column.lists is not None or not _is_id(column, sizes)
-    num_values = column.num_rows - column.num_nulls
+    is_known = column.name in sizes or column.lists is not None
+    num_values = column.num_values
     if is_known or num_values <= _MAX_ENUM or column.num_distinct < _ROW_NAMES * num_values:
+        return None
+    span = (column.maximum or 0) - (column.minimum or 0)
+    is_count = column.kind == "integer" and span < num_values
+    if not (is_count or _is_id(column, sizes)):
         return None
     return "a value of its own in each row, of which no other row can learn"
 

@@ -55,7 +55,8 @@ class ColumnReport:
     make up; `zipf_exponent` is minus the slope of log count over log rank, None for few values.
     `is_estimate` marks `num_distinct` and both of these. `num_nulls` are the rows with a null, or
     with NaN that is in no list; infinite numbers are counted in `num_infinite` and left out of
-    range, mean and deviation.
+    range, mean and deviation. Of text `num_words` are those that are no numbers, `num_barred`
+    those with a `|` inside.
     """
 
     name: str
@@ -72,12 +73,18 @@ class ColumnReport:
     zipf_exponent: float | None
     lists: ListLengths | None
     num_infinite: int = 0
+    num_words: int = 0
+    num_barred: int = 0
 
     @property
     def is_binary(self) -> bool:
-        """Whether it holds 0 and 1 and nothing else."""
-        bounds = (self.minimum, self.maximum, self.num_distinct, self.num_nulls)
-        return self.lists is None and bounds == (0, 1, 2, 0)
+        """Whether its values are 0 and 1 and nothing else; some may be null."""
+        return self.lists is None and (self.minimum, self.maximum, self.num_distinct) == (0, 1, 2)
+
+    @property
+    def num_values(self) -> int:
+        """Rows that are no nulls."""
+        return self.num_rows - self.num_nulls
 
 
 class ColumnSketch:
@@ -87,6 +94,7 @@ class ColumnSketch:
         """`is_text` says that text is not to be taken for numbers even where all of it could be."""
         self._name, self._is_text = name, is_text
         self._num_rows = self._num_nulls = self._num_items = self._num_infinite = 0
+        self._num_words = self._num_barred = 0
         self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
         self._moments = Moments()
         self._low, self._high = math.inf, -math.inf
@@ -136,6 +144,8 @@ class ColumnSketch:
             zipf_exponent=_zipf_exponent(counts),
             lists=lists if self._lengths else None,
             num_infinite=self._num_infinite if is_number else 0,
+            num_words=self._num_words,
+            num_barred=self._num_barred,
         )
 
     def _unpack(self, lists: pl.Series) -> pl.Series:
@@ -172,6 +182,8 @@ class ColumnSketch:
         if values.dtype != pl.String:
             self._kinds = []
             return None
+        self._num_words += values.cast(pl.Float64, strict=False).null_count()
+        self._num_barred += values.str.contains("|", literal=True).sum()
         is_text = self._is_text or "number" not in self._kinds
         for kind in () if is_text else (pl.Int64, pl.Float64):
             numbers = values.cast(kind, strict=False)

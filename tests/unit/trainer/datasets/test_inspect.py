@@ -249,6 +249,25 @@ def test_names_of_rows_and_hours_with_a_date_are_left_out_and_a_dense_feature_is
     assert dense.startswith("no dense feature, which every model.arch needs")
 
 
+def test_what_is_likely_meant_as_something_else_is_noted(tmp_path):
+    rows = ["price,brands,returned,row"]
+    rows += [f"{n % 90 / 2},c{n % 7}|c{n % 5},{n % 2},{n + 1}" for n in range(1997)]
+    rows += ["n/a,c1,,1998", "n/a,c1,,1999", "n/a,c1,1,2000"]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    (report,) = inspect(tmp_path / "a.csv")
+    assert (report.suggestion.label, report.suggestion.loss) == ("returned", "bce")
+    assert [feature["name"] for feature in report.suggestion.features] == ["price", "brands"]
+    price, brands, row, _, label = report.suggestion.notes
+    assert price.startswith("price: 3 of 2,000 values are no numbers: if it is one, store")
+    assert brands == "brands: holds `|`: if that parts several values, store lists"
+    assert row.startswith("row: left out, a value of its own in each row")
+    assert label.startswith("returned: 2 nulls, which training refuses")
+    # What pandas wrote beside the columns.
+    pl.DataFrame({"y": [0, 1], "__index_level_0__": [5, 9]}).write_parquet(tmp_path / "b.parquet")
+    (report,) = inspect(tmp_path / "b.parquet")
+    assert not report.suggestion.features
+
+
 def test_no_column_is_suggested_that_training_refuses(tmp_path):
     is_true, prices = pa.array([True, False]), pa.array([Decimal("1.5"), Decimal("2.0")])
     columns = {"price": prices.cast(pa.decimal256(60, 1)), "label": is_true, "is_new": is_true}

@@ -183,7 +183,7 @@ class ColumnSketch:
             self._kinds = []
             return None
         self._num_words += values.cast(pl.Float64, strict=False).null_count()
-        self._num_barred += values.str.contains("|", literal=True).sum()
+        self._num_barred += int(values.str.contains("|", literal=True).sum())
         is_text = self._is_text or "number" not in self._kinds
         for kind in () if is_text else (pl.Int64, pl.Float64):
             numbers = values.cast(kind, strict=False)

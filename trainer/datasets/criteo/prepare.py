@@ -10,12 +10,10 @@ Until it is done the disk needs 164 bytes a row besides the result.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import polars as pl
-from rich.progress import Progress
 
 from trainer.data.manifest import Manifest
 from trainer.data.transforms import HashEncoder, VocabularyEncoder
@@ -35,7 +33,7 @@ from trainer.datasets.criteo.reader import ID_NAMES, parse_lines
 from trainer.datasets.io.journal import Part, progress_bars
 from trainer.datasets.io.shuffle import BadLines, LineShuffle, Runs
 from trainer.datasets.io.sources import check_distinct, find_sources
-from trainer.datasets.io.staging import Staging, split_entry, staged
+from trainer.datasets.io.staging import split_entry, staged
 from trainer.storage import Location
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
@@ -73,28 +71,18 @@ def prepare_criteo(
         ) as staging,
         progress_bars() as progress,
     ):
-        return staging.publish(_Preparation(files, options, staging, progress).run())
-
-
-@dataclass(frozen=True)
-class _Preparation:
-    """The steps of one preparation, each in parts of `staging`."""
-
-    files: Sequence[Location]
-    options: CriteoOptions
-    staging: Staging
-    progress: Progress
-
-    def run(self) -> Manifest:
-        options = self.options
-        shuffle = LineShuffle(
-            self.files, options, self.staging, self.progress, self._parse, _WORK_BYTES_PER_ROW
-        )
+        parse = partial(_parse, options)
+        shuffle = LineShuffle(files, options, staging, progress, parse, _WORK_BYTES_PER_ROW)
         runs = shuffle.scatter()
-        known = self._vocabularies(runs)
-        encoders = {name: self._encoder(known.get(name)) for name in ID_NAMES}
+        known = {} if options.ids == "hashing" else _vocabularies(shuffle, options, runs)
+        encoders: dict[str, IdEncoder] = {
+            name: VocabularyEncoder.of(known[name]["value"])
+            if name in known
+            else HashEncoder(options.num_hash_buckets, options.seed)
+            for name in ID_NAMES
+        }
         parts = shuffle.write(runs, SCHEMA, partial(encode_rows, encoders))
-        return Manifest(
+        manifest = Manifest(
             source="criteo",
             splits={name: split_entry(found) for name, found in parts.items()},
             columns=COLUMN_TYPES,
@@ -104,40 +92,37 @@ class _Preparation:
             counts=shuffle.bad.counts if options.on_bad_line == "skip" else {},
             bad_lines=tuple(shuffle.bad.shown),
             vocabularies={
-                name: self.staging.vocabulary(name, stored_vocabulary(own), runs.made_of)
+                name: staging.vocabulary(name, stored_vocabulary(own), runs.made_of)
                 for name, own in known.items()
             },
         )
+        return staging.publish(manifest)
 
-    def _parse(
-        self, block: bytes, source: str, first_line: int, bad: BadLines | None
-    ) -> pl.DataFrame:
-        rows = parse_lines(block, source, first_line, bad)
-        return with_dense(rows, keep_sign=self.options.negatives == "keep_sign")
 
-    def _vocabularies(self, runs: Runs) -> dict[str, pl.DataFrame]:
-        """Values with rows of their own, and their counts, by column; none with hashing."""
-        if self.options.ids == "hashing":
-            return {}
-        known = {}
-        tracked = self.progress.track(ID_NAMES, description="fitting vocabularies")
-        for name in tracked:
+def _parse(
+    options: CriteoOptions, block: bytes, source: str, first_line: int, bad: BadLines | None
+) -> pl.DataFrame:
+    rows = parse_lines(block, source, first_line, bad)
+    return with_dense(rows, keep_sign=options.negatives == "keep_sign")
 
-            def fit(path: Path, name: str = name) -> None:
-                frequent_values(
-                    lambda: map(ids_of, runs.training(name)),
-                    min_count=self.options.min_count,
-                    max_values=self.options.max_ids,
-                ).write_ipc(path)
 
-            path, _ = self.staging.scratch(f"vocab/{name}.arrow", fit, runs.made_of)
-            known[name] = pl.read_ipc(path)
-        return known
+def _vocabularies(
+    shuffle: LineShuffle, options: CriteoOptions, runs: Runs
+) -> dict[str, pl.DataFrame]:
+    """Values with rows of their own, and their counts, by column."""
+    known = {}
+    for name in shuffle.progress.track(ID_NAMES, description="fitting vocabularies"):
 
-    def _encoder(self, known: pl.DataFrame | None) -> IdEncoder:
-        if known is None:
-            return HashEncoder(self.options.num_hash_buckets, self.options.seed)
-        return VocabularyEncoder.of(known["value"])
+        def fit(path: Path, name: str = name) -> None:
+            frequent_values(
+                lambda: map(ids_of, runs.training(name)),
+                min_count=options.min_count,
+                max_values=options.max_ids,
+            ).write_ipc(path)
+
+        path, _ = shuffle.staging.scratch(f"vocab/{name}.arrow", fit, runs.made_of)
+        known[name] = pl.read_ipc(path)
+    return known
 
 
 def _statistics(parts: Mapping[str, Sequence[Part]]) -> dict[str, float]:

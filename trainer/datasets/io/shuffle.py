@@ -81,28 +81,6 @@ class BadLines:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_of_kind.items()))
 
 
-def _check_bound(source: str, num_lines: int, bad: BadLines, others: int, bound: float) -> None:
-    """Raise `TooManyBadRowsError` where more lines are left out than may be.
-
-    `bad` is of the `num_lines` lines of the file `source`, `others` were left out of files before.
-    A `bound` below 1 is a share of each file's lines, another the number in all files. A file
-    without a good line is refused whatever the bound.
-    """
-    is_share = bound < 1
-    if bad.total == num_lines:
-        wanted = "not one can be read; is it of this data set?"
-    elif is_share and bad.total > bound * num_lines:
-        wanted = f"more than the share {bound:g} that --max-bad-lines lets be left out"
-    elif not is_share and bad.total + others > bound:
-        wanted = f"with {others} of other files more than the {bound:.0f} of --max-bad-lines"
-    else:
-        return
-    raise TooManyBadRowsError(
-        f"{source}: {bad.total} of its {num_lines} lines are bad ({bad}), {wanted}. The first: "
-        f"{bad.shown[0]}"
-    )
-
-
 @dataclass(frozen=True)
 class Buckets:
     """Where rows go: of the first `num_training` lines to random buckets, of later ones in order.
@@ -274,9 +252,8 @@ class LineShuffle:
         return write_partition(path, schema, encoded(), size) | counts
 
     def _counted_lines(self, versions: Sequence[str]) -> Iterator[int]:
-        for number, file in enumerate(
-            self.progress.track(self.files, description="counting lines")
-        ):
+        tracked = self.progress.track(self.files, description="counting lines")
+        for number, file in enumerate(tracked):
 
             def count(path: Path, file: Location = file) -> Facts:
                 blocks = read_blocks(file, self.options.block_bytes)
@@ -335,12 +312,29 @@ class LineShuffle:
         return Runs(paths, np.array(offsets, dtype=np.int64), buckets, made_of)
 
     def _check_bad(self, run: _Run, num_lines: int, bad: BadLines) -> None:
-        """Raise where lines were left out that may not be, be it by an earlier, laxer try."""
+        """Raise where more lines are left out than may be, be it by an earlier, laxer try.
+
+        `bad` is of the file of the run, which has `num_lines`. A bound below 1 is a share of each
+        file's lines, another the number in all files. A file without a good line is refused
+        whatever the bound.
+        """
+        bound, others = self.options.max_bad_lines, self.bad.total
         if not bad.total:
             return
         if self.options.on_bad_line == "fail":
             raise CorruptFileError(bad.shown[0])
-        _check_bound(run.source, num_lines, bad, self.bad.total, self.options.max_bad_lines)
+        if bad.total == num_lines:
+            wanted = "not one can be read; is it of this data set?"
+        elif bound < 1 and bad.total > bound * num_lines:
+            wanted = f"more than the share {bound:g} that --max-bad-lines lets be left out"
+        elif bound >= 1 and bad.total + others > bound:
+            wanted = f"with {others} of other files more than the {bound:.0f} of --max-bad-lines"
+        else:
+            return
+        raise TooManyBadRowsError(
+            f"{run.source}: {bad.total} of its {num_lines} lines are bad ({bad}), {wanted}. "
+            f"The first: {bad.shown[0]}"
+        )
 
     def _write_run(
         self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path

@@ -293,10 +293,11 @@ def _host_excluded(event: events.HostExcluded) -> str:
 
 
 def _workers_started(event: events.WorkersStarted) -> str:
-    resumed = f", resumed at step {event.resumed_step}" if event.resumed_step else ""
+    # From a checkpoint, or of a group that was lost from the memory of another.
+    at = f", at step {event.resumed_step}" if event.resumed_step else ""
     return (
         f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
-        f"{event.shard_group_size}, {event.placement}, {event.backend}{resumed}"
+        f"{event.shard_group_size}, {event.placement}, {event.backend}{at}"
     )
 
 

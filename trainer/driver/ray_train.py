@@ -146,8 +146,8 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     let_gloo_use_address(host)
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))
     logger.info(
-        "rank %d of worker group run %d is process %d on %s",
-        rank,
+        "%s of worker group run %d is process %d on %s",
+        worker.log_source(rank),
         worker.run_index,
         os.getpid(),
         socket.gethostname(),

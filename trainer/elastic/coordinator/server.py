@@ -390,7 +390,8 @@ class Coordinator:
                 self._writing.submit(self._write, effect)
 
     def _write(self, event: Event) -> None:
-        logger.info("%s", event)
+        if event.kind != "metrics":
+            logger.info("%s", event)
         self._writer.write(event)
 
     def _send(self, reply: Reply) -> None:

@@ -38,6 +38,13 @@ EXIT_BAD_DATA = 2
 _MANY_VOCABULARIES = 8
 Out = Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL to write.")]
 OutFolder = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")]
+WorkDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for working files; if not named, beside a local OUT, else in the folder for "
+        "temporary files."
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace OUT where it was made by this command.")
 ]
@@ -133,13 +140,7 @@ def prepare_criteo_command(
     ],
     out: Out,
     options: CriteoOptions,
-    work_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for working files, 164 bytes a row; if not named, beside a local OUT, "
-            "else in the folder for temporary files."
-        ),
-    ] = None,
+    work_dir: WorkDir = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Prepare Criteo click logs (Kaggle's train.txt, Terabyte's day_*) for training.
@@ -277,9 +278,7 @@ def prepare_movielens_command(
     ],
     out: Out,
     options: MovieLensOptions,
-    work_dir: Annotated[
-        Path | None, typer.Option(help="Folder for working files, if not beside OUT.")
-    ] = None,
+    work_dir: WorkDir = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Prepare a MovieLens csv folder (ml-latest-small, ml-latest, ml-32m) for training.

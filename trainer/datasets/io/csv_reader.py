@@ -175,7 +175,7 @@ class CsvColumn:
 
 def integer(name: str) -> CsvColumn:
     """A column of whole numbers from 0 on."""
-    return CsvColumn(name, "a whole number", (-1, 2**63 - 1), "a whole number")
+    return CsvColumn(name, "a whole number", (-1, 2**63 - 1), "a whole number from 0 on")
 
 
 def timestamp(name: str) -> CsvColumn:

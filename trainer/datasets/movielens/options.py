@@ -50,5 +50,5 @@ class MovieLensOptions(BaseModel, extra="forbid", frozen=True, use_attribute_doc
     num_partitions: PositiveInt = 32
     """Most files per split."""
     row_group_rows: PositiveInt = 8192
-    unit_rows: Annotated[int, Field(ge=1, le=2**31)] = 1 << 20
+    unit_rows: Annotated[int, Field(ge=100, le=2**31)] = 1 << 20
     """Ratings held in memory at a time."""

@@ -121,7 +121,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
     def iter_jobs(self, **filters: Any) -> Iterator[JobSummary]:
         """Every job, newest first, by `filters` as in `JobFilter`; fetched page by page."""
-        return items_of_pages(lambda after: self.list_jobs(**{**filters, "after": after}))
+        first = filters.pop("after", None)
+        return items_of_pages(lambda after: self.list_jobs(after=after or first, **filters))
 
     def get_job(self, job: str) -> JobDetail:
         """Read a job; raises `NotFound`."""

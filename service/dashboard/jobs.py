@@ -26,7 +26,7 @@ from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, link_button, page_frame
 from service.db.jobs import JobStore
 from service.domain.auth import Role
-from service.domain.job_filter import JobFilter, MetricBound
+from service.domain.job_filter import MAX_SEARCH_CHARS, JobFilter, MetricBound
 from service.domain.metrics import watched_names
 from service.domain.models import Job, JobStatus
 from service.domain.timeline import counted
@@ -63,7 +63,7 @@ class JobQuery:
         states = {state.value.lower(): state for state in _STATES}
         chosen = params.get("columns")
         return cls(
-            search=params.get("search", ""),
+            search=params.get("search", "")[:MAX_SEARCH_CHARS],
             statuses=tuple(states[name] for name in params.getlist("status") if name in states),
             project=params.get("project", ""),
             labels=tuple(params.getlist("label")),
@@ -96,7 +96,7 @@ class JobQuery:
                 "statuses": self.statuses,
                 "search": self.search.strip(),
                 "project": self.project or None,
-                "labels": [label for label in self.labels if "=" in label[1:]],
+                "labels": [label for label in self.labels if label.find("=") > 0],
                 "metrics": [self.metric] if self.metric.strip() else [],
             }
         )
@@ -231,6 +231,7 @@ class ListPage:
                 self._pills |= {each: self._pill(each, each.lower()) for each in _STATES}
             with ui.element("div").classes("filter-fields"):
                 search = _filter_input("Search name or id", query.search)
+                search.props(f"maxlength={MAX_SEARCH_CHARS}")
                 search.on_value_change(lambda event: self._change(search=event.value or ""))
                 self._project = ui.select(
                     [query.project] if query.project else [],
@@ -427,8 +428,11 @@ def _filter_input(label: str, value: str, hint: str = "") -> ui.input:
 
 
 def _label_fault(text: str | None) -> str | None:
-    is_whole = all("=" in each[1:] for each in (text or "").split())
-    return None if is_whole else "KEY=VALUE, several with a space"
+    try:
+        JobFilter.model_validate({"labels": (text or "").split()})
+    except ValidationError:
+        return "KEY=VALUE, several with a space"
+    return None
 
 
 def _metric_fault(text: str | None) -> str | None:

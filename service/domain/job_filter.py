@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -23,6 +25,7 @@ from service.domain.models import JobStatus
 
 # Each of a kind costs the database a look-up of its own.
 _MAX_OF_A_KIND = 20
+MAX_SEARCH_CHARS = 200
 # Without names of groups, which JSON Schema writes in another way than Python.
 _BOUND = r"^([^<>=\s]{1,200})\s*([<>]=?)\s*([+-]?[0-9.]{1,40}(?:[eE][+-]?[0-9]{1,3})?)$"
 _LABEL = r"^[^=]+="
@@ -43,10 +46,11 @@ class MetricBound:
     def parse(cls, text: str) -> MetricBound:
         """The bound in `validation/ne < 0.8`; raises ValueError."""
         if found := re.fullmatch(_BOUND, text.strip()):
-            try:
-                return cls(found[1], found[2], float(found[3]))
-            except ValueError:
-                pass
+            # Of `1.2.3` and of what is beyond all floats there is no number.
+            with suppress(ValueError):
+                value = float(found[3])
+                if math.isfinite(value):
+                    return cls(found[1], found[2], value)
         message = "'{text}' is not as in validation/ne<0.8, with <, <=, > or >="
         raise PydanticCustomError("metric_bound", message, {"text": text})
 
@@ -93,6 +97,8 @@ class JobFilter(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        # A label of a script may be a number, as in `{"tier": 1}`.
+        coerce_numbers_to_str=True,
         validate_by_name=True,
         alias_generator=lambda name: _PARAMETERS.get(name, name),
     )
@@ -105,7 +111,9 @@ class JobFilter(BaseModel):
     )
     name: str | None = Field(default=None, examples=["movielens-demo"])
     search: str = Field(
-        default="", max_length=200, description="A part of the name or of the id, in any case."
+        default="",
+        max_length=MAX_SEARCH_CHARS,
+        description="A part of the name or of the id, in any case.",
     )
     project: str | None = Field(default=None, examples=["ads"])
     labels: Annotated[

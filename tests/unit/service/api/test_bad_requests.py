@@ -178,6 +178,8 @@ def test_a_bad_query_is_named(api: Api) -> None:
         ("jobs?label==red", "label[0]"),
         ("jobs?metric=validation/ne", "metric[0]"),
         ("jobs?metric=validation/ne<1.2.3", "metric[0]"),
+        ("jobs?metric=validation/ne<1e999", "metric[0]"),
+        ("jobs?projects=of-others", "projects"),
         ("jobs?serch=x", "serch"),
         ("jobs?created_after=yesterday", "created_after"),
         ("audit?after=x", "after"),

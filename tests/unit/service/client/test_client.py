@@ -234,11 +234,12 @@ def test_jobs_are_fetched_page_by_page():
     pages = [{"items": [job_body(id="b")], "next": "b"}, {"items": [job_body(id="a")]}]
     script = Script(*map(ok, pages))
     wanted: Any = {"statuses": [JobStatus.RUNNING], "search": "x", "metrics": ["a<1"]}
-    found = [job.id for job in script.client().iter_jobs(**wanted)]
+    found = [job.id for job in script.client().iter_jobs(after="c", labels={"n": 1}, **wanted)]
     assert found == ["b", "a"]
-    assert script.requests[1].url.params["after"] == "b"
+    assert [request.url.params["after"] for request in script.requests] == ["c", "b"]
     params = script.requests[1].url.params
     assert (params["status"], params["search"], params["metric"]) == ("RUNNING", "x", "a<1.0")
+    assert params["label"] == "n=1"
     with pytest.raises(InvalidRequest, match="filters") as refused:
         Script().client().list_jobs(serch="x", labels=["team"])
     assert {fault.path for fault in refused.value.fields} == {"serch", "labels[0]"}

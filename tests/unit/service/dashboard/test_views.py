@@ -121,6 +121,9 @@ def test_the_address_of_the_list_holds_its_filters() -> None:
     )
     with pytest.raises(ValidationError):
         _ = JobQuery(metric="validation/rmse").wanted
+    # What is half typed, or in an address of before, leaves the list as it is.
+    odd = JobQuery.of(QueryParams("label==x&label===x&label=team&search=" + "x" * 300))
+    assert odd.wanted == JobFilter(search="x" * 200)
 
 
 def test_a_small_curve_has_a_gap_where_a_value_is_not_finite() -> None:

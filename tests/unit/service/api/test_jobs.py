@@ -117,17 +117,24 @@ def test_nobody_waits_for_a_cluster_that_hangs(
     if has_answered:
         api.backend.set_hosts(HostFacts("a", 2, 0, 2**30))
         assert len(api.http.get("/v1/cluster").json()["hosts"]) == 1
-    answers = threading.Event()
+    answers, waited = threading.Event(), []
+
+    def hang() -> None:
+        if not answers.wait(scaled(20.0)):
+            waited.append("somebody waited for it")
+
     for module in (deps, system):
         monkeypatch.setattr(module, "CLUSTER_S", 0.1)
     for name in ("check", "hosts"):
-        monkeypatch.setattr(api.backend, name, lambda: answers.wait(scaled(20.0)))
+        monkeypatch.setattr(api.backend, name, hang)
     try:
         found = api.http.get("/v1/cluster").json()
         assert (found["reachable"], found["hosts"]) == (False, [])
         plan = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec_document()})
         assert plan.json()["cluster"] == "hosts not known"
-        assert not answers.is_set()
+        planned = api.http.post("/v1/plans", json={"spec": spec_document()})
+        problem_in(planned, 422, "no_plan")
+        assert waited == []
     finally:
         answers.set()
 

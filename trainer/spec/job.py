@@ -24,15 +24,21 @@ class JobSpec(JobSections):
 
         What could not be checked while L was `auto` is checked now: raises `SpecError`.
         """
-        return self._with_parallelism(self.parallelism.resolved(shard_group_size, placement))
+        parallelism = self.parallelism.resolved(shard_group_size, placement)
+        return self._with_parallelism(parallelism, is_new=True)
 
     def with_workers(self, num_workers: int) -> JobSpec:
-        """This spec with a fixed number of workers, a multiple of L; raises `SpecError`."""
-        return self._with_parallelism(self.parallelism.model_copy(update={"workers": num_workers}))
+        """This spec with a fixed number of workers, a multiple of L; raises `SpecError`.
 
-    def _with_parallelism(self, parallelism: ParallelismSpec) -> JobSpec:
+        Fewer than its most are what it was accepted for, though a rank to trace may be missing.
+        """
+        parallelism = self.parallelism.model_copy(update={"workers": num_workers})
+        is_new = num_workers > self.parallelism.world_size
+        return self._with_parallelism(parallelism, is_new=is_new)
+
+    def _with_parallelism(self, parallelism: ParallelismSpec, *, is_new: bool) -> JobSpec:
         document = {**self.model_dump(), "parallelism": parallelism.model_dump()}
-        return JobSpec.checked(document, {"stored": True, "chosen": True, "laid_out": True})
+        return JobSpec.checked(document, {"stored": True, "chosen": True, "laid_out": is_new})
 
     @classmethod
     def checked(cls, document: Any, context: dict[str, bool] | None = None) -> JobSpec:

@@ -102,7 +102,9 @@ def test_what_was_asked_of_copies_is_no_fault_where_the_choice_left_one() -> Non
 
 
 def test_a_job_that_was_resized_has_that_many_workers() -> None:
-    spec = changed("parallelism.workers={min: 2, max: 6}", "parallelism.sync.every_steps=4")
+    trace = "training.trace={first_step: 1, ranks: [5]}"
+    spec = changed("parallelism.workers={min: 2, max: 6}", "parallelism.sync.every_steps=4", trace)
+    # The rank that is traced is missing then, which ends no job.
     assert spec.with_workers(4).parallelism.workers == 4
     assert spec.with_workers(2).parallelism.num_replicas == 1
     with pytest.raises(SpecError, match="multiple of shard_group_size"):

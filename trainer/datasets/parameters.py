@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -15,9 +16,10 @@ Command = Callable[..., None]
 
 
 def options_from_model(command: Command) -> Command:
-    """Decorate a command whose parameter `options` is a model: its described fields are options.
+    """Decorate a command whose parameter `options` is a model: fields with a docstring are options.
 
-    They are called as the fields, or as their aliases. What the model refuses is bad usage.
+    They are called as the fields, or as their aliases; the other fields are for callers in Python.
+    What the model refuses is bad usage.
     """
     signature = inspect.signature(command, eval_str=True)
     kind: type[BaseModel] = signature.parameters["options"].annotation
@@ -37,12 +39,8 @@ def options_from_model(command: Command) -> Command:
             raise typer.BadParameter(text, param_hint=_flag(str(fault["loc"][0]))) from None
         command(options=options, **given)
 
-    shown = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for own in signature.parameters.values()
-        for parameter in (made if own.name == "options" else [own])
-    ]
-    run.__dict__["__signature__"] = signature.replace(parameters=shown)
+    shown = (made if own.name == "options" else [own] for own in signature.parameters.values())
+    run.__dict__["__signature__"] = signature.replace(parameters=[*chain.from_iterable(shown)])
     return run
 
 
@@ -62,7 +60,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     option = typer.Option(_flag(name), help=field.description, min=low, max=bounds.get("le"))
     return inspect.Parameter(
         name,
-        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=field.get_default(),
         annotation=Annotated[field.annotation, option],
     )

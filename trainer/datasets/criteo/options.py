@@ -1,8 +1,4 @@
-"""What `shardloom data prepare criteo` and `generate criteo` are told.
-
-Fields with a docstring are options of the command, called by their alias where they have one; the
-others are for callers in Python.
-"""
+"""What `shardloom data prepare criteo` and `generate criteo` are told."""
 
 from __future__ import annotations
 

@@ -130,6 +130,7 @@ def _statistics(parts: Mapping[str, Sequence[Part]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for split, files in parts.items():
         rows = sum(part.facts["num_rows"] for part in files)
+        # A file may be without rows.
         unknown = sum(part.facts.get("unknown", 0) for part in files)
         found[f"{split}_click_rate"] = sum(part.facts.get("clicks", 0) for part in files) / rows
         found[f"{split}_unknown_ids"] = unknown / (rows * len(ID_NAMES))

@@ -193,10 +193,8 @@ def generate_criteo(
     Raises `OutputExistsError`, `StorageError` for a remote `out`, or `TooFewRowsError` where some
     file would stay empty.
     """
-    if options.num_rows < max(10, options.num_days):
-        raise TooFewRowsError(
-            f"{options.num_rows} rows are too few; generate at least 10 and a day"
-        )
+    if options.num_rows < options.num_days:
+        raise TooFewRowsError(f"{options.num_rows} rows are too few; generate at least one a day")
     with (
         staged_folder(out, overwrite=overwrite, proof=TEACHER_NAME) as folder,
         progress_bars() as progress,

@@ -8,10 +8,7 @@ from pydantic import BaseModel, Field, PositiveInt
 
 
 class LineOptions(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=True):
-    """Fields with a docstring are options of the command, the others are for callers in Python.
-
-    The last three bound memory: bytes of text read at a time, blocks in a run, rows in a bucket.
-    """
+    """The last three bound memory: bytes of text at a time, blocks in a run, rows in a bucket."""
 
     split: Literal["last_fraction", "last_file"] = "last_fraction"
     """Validate on the last rows or the last file (day)."""

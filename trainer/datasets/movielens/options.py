@@ -1,7 +1,4 @@
-"""What `shardloom data prepare movielens` is told.
-
-Fields with a docstring are options of the command; the others are for callers in Python.
-"""
+"""What `shardloom data prepare movielens` is told."""
 
 from __future__ import annotations
 

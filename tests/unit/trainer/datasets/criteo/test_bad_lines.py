@@ -23,7 +23,7 @@ from trainer.datasets.io.shuffle import BadLines
 from trainer.errors import BadValueError, CorruptFileError, TooFewRowsError, TooManyBadRowsError
 
 OPTIONS = CriteoOptions(min_count=3, num_partitions=4, on_bad_line="skip", **SMALL)
-# 16 KiB hold about 60 lines, and two blocks are a run.
+# 32 KiB hold about 120 lines, and two blocks are a run.
 NUM_LINES = 1200
 BAD = {300: line(label=7), 301: "", 700: line(count="x"), 1150: line(raw_id="zz"), 90: "a,b"}
 

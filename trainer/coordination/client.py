@@ -438,12 +438,13 @@ class HeartbeatReporter:
         self._times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._began_at = 0.0
         self._phase: HeartbeatPhase = "start"
-        self._progress = 0
+        self._progress = self._num_steps = 0
         # Seconds of a step, reading included, without waiting for other ranks.
         self.local_s = 0.0
 
     def begin_step(self) -> None:
         self._began_at = self._clock()
+        self._num_steps += 1
         # The first one compiles, connects and warms up.
         self.enter("train" if self._times_s else self._phase)
 
@@ -466,6 +467,7 @@ class HeartbeatReporter:
         return Heartbeat(
             rank=rank,
             progress=self._progress,
+            num_steps=self._num_steps,
             phase=self._phase,
             step_time_s=median(times_s) if times_s else 0.0,
             local_s=self.local_s,

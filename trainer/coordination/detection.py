@@ -165,13 +165,17 @@ class ReplacementPolicy:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A rank that seems lost; `patience_s` is how long that is held back where it is doubtful."""
+    """A rank that seems lost, or, as far as is known, any of those `alike`, which include it.
+
+    `patience_s` is how long that is held back where it is doubtful.
+    """
 
     rank: RankId
     reason: Literal["silent", "hang"]
     phase: str
     idle_s: float
     patience_s: float
+    alike: tuple[RankId, ...]
 
 
 @dataclass(frozen=True)
@@ -379,10 +383,10 @@ class HeartbeatMonitor:
         watched = self._ranks.setdefault(rank, _Watched(now, now))
         watched.spoke_at = watched.heard_at = now
 
-    def busy_rank(self, ranks: Sequence[RankId]) -> RankId:
-        """Of the ranks of a group, the first that does not wait for the others."""
+    def busy_ranks(self, ranks: Sequence[RankId]) -> tuple[RankId, ...]:
+        """Of the ranks of a group those that do not wait for the others; all if that is unknown."""
         beats = ((rank, self._ranks[rank].heartbeat) for rank in ranks if rank in self._ranks)
-        return next((rank for rank, beat in beats if beat and not beat.is_waiting), ranks[0])
+        return tuple(rank for rank, beat in beats if beat and not beat.is_waiting) or tuple(ranks)
 
     def beat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> None:
         self.hear(rank, now)
@@ -421,7 +425,8 @@ class HeartbeatMonitor:
 
     def hangs(self, now: float, waiting: Collection[int] = (), share: float = 1.0) -> list[Suspect]:
         """Ranks that stand still although their processes live, at most one per group: its ranks
-        that wait for the hung one hang with it.
+        that wait for the hung one stand still with it. That one began the fewest steps; within a
+        step of all they are alike, as which heartbeat came first says nothing.
 
         Groups in `waiting` wait for others or for the coordinator; the clocks of their ranks, and
         of those that say that they wait, start when that ends. Outside of training, where a rank
@@ -439,18 +444,21 @@ class HeartbeatMonitor:
         median_s = statistics.median(known_s) if known_s else 0.0
         limit_s = share * max(self._limits.min_hang_s, self._limits.hang_factor * median_s)
         untimed_s = share * UNTIMED_FACTOR * self._limits.min_hang_s
-        first: dict[int, Suspect] = {}
+        idle_s = {rank: now - self._ranks[rank].since for rank in beats}
         excused: set[int] = set()
         for rank, beat in beats.items():
-            idle_s = now - self._ranks[rank].since
-            hang = Suspect(rank, "hang", beat.phase, idle_s, self._limits.min_hang_s)
-            other = first.get(rank.group)
-            if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
-                first[rank.group] = hang
             is_waiting = beat.is_waiting or rank.group in waiting
-            if beat.phase != "train" and hang.idle_s <= untimed_s and not is_waiting:
+            if beat.phase != "train" and idle_s[rank] <= untimed_s and not is_waiting:
                 excused.add(rank.group)
-        return [hang for group, hang in first.items() if group not in excused]
+        found = []
+        for group in {rank.group for rank in beats if idle_s[rank] > limit_s} - excused:
+            still = [each for each in beats if each.group == group and idle_s[each] > limit_s / 2]
+            fewest = min(beats[each].num_steps for each in still)
+            alike = tuple(each for each in still if beats[each].num_steps == fewest)
+            rank = max(alike, key=lambda each: idle_s[each])
+            at = beats[rank].phase, idle_s[rank]
+            found.append(Suspect(rank, "hang", *at, self._limits.min_hang_s, alike))
+        return found
 
     def stragglers(self, groups: Collection[int], now: float) -> dict[RankId, Slowness]:
         """The ranks of `groups` that are persistently slow; checked once per window.

@@ -214,7 +214,8 @@ HeartbeatPhase = Literal["start", "train", "data_wait", "validation", "checkpoin
 
 
 class Heartbeat(Message):
-    """Says that the process of `rank` lives; `progress` counts what its main thread got done.
+    """Says that the process of `rank` lives; `progress` counts what its main thread got done, and
+    `num_steps` the steps that it began.
 
     `step_time_s` is the median time of its newest steps without waiting for other groups,
     `local_s` what of a step it waited for no rank at all, reading included; 0 if unknown. It
@@ -223,6 +224,7 @@ class Heartbeat(Message):
 
     rank: Count = 0
     progress: Count
+    num_steps: Count = 0
     phase: HeartbeatPhase
     step_time_s: float = 0.0
     local_s: float = 0.0

@@ -370,7 +370,7 @@ class GroupRegistry:
         found: dict[int, Suspect] = {}
         for rank in self.monitor.silent(now, share):
             silence_s = policy.recovery.heartbeat_timeout_s
-            found[rank.group] = Suspect(rank, "silent", "", silence_s, 2 * silence_s)
+            found[rank.group] = Suspect(rank, "silent", "", silence_s, 2 * silence_s, (rank,))
         if only_silence:
             return found
         waiting = {group.group for group in self._groups.values() if group.request}
@@ -380,6 +380,7 @@ class GroupRegistry:
         for group in self._groups.values():
             is_voting = group.round is not None and group.request is None
             if is_voting and group.vote_due_at - (1 - share) * late_s < now:
-                rank = self.monitor.busy_rank(group.rank_ids)
-                found.setdefault(group.group, Suspect(rank, "hang", "sync", late_s, late_s))
+                busy = self.monitor.busy_ranks(group.rank_ids)
+                late = Suspect(busy[0], "hang", "sync", late_s, late_s, busy)
+                found.setdefault(group.group, late)
         return found

@@ -89,7 +89,7 @@ class GroupStatus(Message):
 class Departure(Message):
     """An incarnation that is over: lost (`is_lost`), or left as asked.
 
-    `host` is that of the rank that hangs or is silent.
+    `host` is that of the rank that hangs or is silent, if it is known.
     """
 
     group: Count

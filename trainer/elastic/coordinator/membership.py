@@ -247,7 +247,8 @@ class Membership:
             at: dict[str, Any] = {"host": host, "phase": phase, "idle_s": idle_s}
             found = events.HangFound(time=now, group=rank.group, rank=rank.rank, **at)
             self._effects.append(found)
-        self._rounds.lose(group, suspect.reason, message, now, host)
+        hosts = {group.ranks[each.rank].host for each in suspect.alike}
+        self._rounds.lose(group, suspect.reason, message, now, host if len(hosts) == 1 else "")
 
     def _find_stragglers(self, now: float) -> None:
         for rank, slowness in self._groups.stragglers(now).items():

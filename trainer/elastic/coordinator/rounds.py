@@ -242,8 +242,8 @@ class SyncRounds:
     def lose(self, group: Group, reason: str, message: str, now: float, host: str = "") -> None:
         """A group is lost: its leases return, it is told to end, its round has failed.
 
-        `host` is that of the rank that hangs or is silent. After the end of the run that is how
-        groups go: who still cleans up is left alone.
+        `host` is that of the rank that hangs or is silent, if it is known. After the end of the run
+        that is how groups go: who still cleans up is left alone.
         """
         self._effects += group.dismiss(fenced(message), only_waiting=self.has_finished)
         self._groups.remove(group, reason, message, is_lost=not self.is_over, host=host)

@@ -61,6 +61,21 @@ def test_of_one_group_the_rank_that_stopped_first_is_named() -> None:
     assert [hang.rank for hang in detector.hangs(50)] == [A1]
 
 
+def test_of_ranks_that_wait_for_each_other_the_one_that_began_fewer_steps_hangs() -> None:
+    within, before = STILL.model_copy(update={"num_steps": 8}), STILL
+    for beats, named, alike in (
+        # The heartbeat of the one that waits came first.
+        ({A0: within, A1: before}, A1, {A1}),
+        # Nobody knows for whom the others wait in the middle of a step.
+        ({A0: within, A1: within}, A0, {A0, A1}),
+    ):
+        detector = monitor()
+        for at, rank in enumerate(beats):
+            detector.beat(rank, beats[rank], float(at))
+        (hang,) = detector.hangs(10.5)
+        assert (hang.rank, set(hang.alike)) == (named, alike)
+
+
 @given(st.lists(st.floats(0, 100), max_size=8), st.floats(0.1, 100))
 def test_a_limit_is_never_below_the_minimum(times: list[float], min_hang_s: float) -> None:
     detector = monitor(min_hang_s)
@@ -202,6 +217,7 @@ def test_a_step_takes_the_time_between_its_begin_and_its_end() -> None:
     reporter.local_s = 0.25
     # What lies between two steps is not theirs, and the median shrugs one slow step off.
     said = {"rank": 3, "step_time_s": 1.0, "local_s": 0.25}
+    said |= {"num_steps": 3}
     assert reporter.heartbeat(3) == Heartbeat(progress=6, phase="train", **said)
     reporter.enter("validation")
     reporter.advance()

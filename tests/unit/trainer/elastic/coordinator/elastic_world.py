@@ -79,7 +79,12 @@ class SimGroup:
             group=speaker.group,
             incarnation=speaker.incarnation,
             ranks=tuple(
-                RankProcess(rank=rank, host=f"host-{speaker.group}", pid=1, donor=f"donor-{rank}")
+                RankProcess(
+                    rank=rank,
+                    host=f"host-{speaker.group}" + (f"-{rank}" if world.spreads else ""),
+                    pid=1,
+                    donor=f"donor-{rank}",
+                )
                 for rank in range(NUM_RANKS)
             ),
             origin=f"commit-{checkpoint.ledger.commit}",
@@ -272,9 +277,14 @@ class SimGroup:
 class World:
     """The job. Time stands still but for `wait`."""
 
-    def __init__(self, num_groups: int = 3, overlaps: bool = False, **policy: Any) -> None:
-        """`policy` overrides fields of `MembershipPolicy`, and of its `recovery`."""
-        self.num_groups = num_groups
+    def __init__(
+        self, num_groups: int = 3, overlaps: bool = False, spreads: bool = False, **policy: Any
+    ) -> None:
+        """`policy` overrides fields of `MembershipPolicy`, and of its `recovery`.
+
+        Where it `spreads`, each rank has a host of its own.
+        """
+        self.num_groups, self.spreads = num_groups, spreads
         self.overlaps = overlaps
         self.synced: Observation | None = None  # what syncs take all groups
         self.validation_error: float | None = None

@@ -354,6 +354,22 @@ def test_a_rank_that_gets_nothing_done_loses_its_group_although_it_beats():
     assert world.status.departures[-1].host == found.host
 
 
+@pytest.mark.parametrize("num_steps", [7, 8])
+def test_a_host_is_to_blame_for_a_hang_only_if_its_rank_got_less_far_than_the_others(
+    num_steps: int,
+):
+    world = running(spreads=True, min_hang_s=20.0)
+    world.run_until(lambda: has_ready(world, 0, "arrive"))
+    world.hung.add(0)
+    world.exchange(20)
+    while not world.told("hang_found"):
+        for group in standings(world):
+            beat(world, group, 0, progress=1, num_steps=8)
+            beat(world, group, 1, progress=1, num_steps=num_steps)
+        tick(world, 0.4)
+    assert world.status.departures[-1].host == ("host-0-1" if num_steps < 8 else "")
+
+
 def test_a_rank_may_stand_still_for_longer_outside_of_training():
     world = running(num_groups=2, min_hang_s=20.0, heartbeat_timeout_s=60.0)
     world.run_until(lambda: has_ready(world, 0, "arrive"))

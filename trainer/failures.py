@@ -304,7 +304,7 @@ class WorkerFailure(Exception):
         blamed_host: str = "",
     ) -> None:
         super().__init__(reason, message, evidence, blamed_host)
-        self.reason = reason
+        self.reason = EndReason(reason)  # of a worker whose code is older it is a plain string
         self.message = message
         self.evidence = dict(evidence or {})
         self.blamed_host = blamed_host

@@ -158,7 +158,8 @@ def test_a_long_chain_keeps_its_root() -> None:
 
 def test_a_worker_failure_survives_pickling() -> None:
     failure = pickle.loads(pickle.dumps(WorkerFailure("data_error", "row 7", {"file": "part-0"})))
-    assert (failure.reason, failure.message) == ("data_error", "row 7")
+    assert (failure.reason, failure.message) == (EndReason.DATA_ERROR, "row 7")
+    assert failure.reason.rule, "also of a worker whose code knows reasons as plain strings"
     assert failure.evidence == {"file": "part-0"}
 
 

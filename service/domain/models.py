@@ -177,7 +177,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class ExcludedHost:
-    """A host that failed so often that nothing is placed on it until `until` (Unix seconds)."""
+    """A host that failed too often or is too slow: nothing goes there until `until` (Unix time)."""
 
     host: str
     num_failures: int

@@ -60,7 +60,7 @@ class GroupPolicy:
 class View:
     """What is there. `hosts` are the live ones; `num_free` counts starting workers as there.
 
-    `drained` hosts shall be left, `excluded` ones failed too often, and no group may start while
+    `drained` hosts shall be left, `excluded` ones failed or are slow, and no group may start while
     `may_start` is False (shortly after a failure). On `doubtful` ones a group was lost just now:
     they may be gone, though the cluster does not say so yet.
     """

@@ -132,8 +132,8 @@ def last_line_end(content: bytes) -> int:
 
 
 _PATTERNS = {
-    "a whole number": re.compile(r"[+-]?\d{1,18}"),
-    "a number": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"),
+    "a whole number": re.compile(r"[+-]?\d{1,18}", re.ASCII),
+    "a number": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII),
 }
 _TYPES = {"text": pl.String, "a whole number": pl.Int64, "a number": pl.Float64}
 # What stands for a byte that is not UTF-8.

@@ -52,6 +52,7 @@ def test_numbers_below_zero_are_read_where_bounds_allow_them(tmp_path):
         ("x1,3.5,t", "userId", "x1"),
         ("-4,3.5,t", "userId", "-4"),
         ("1.5,3.5,t", "userId", "1.5"),
+        ("\u0663,3.5,t", "userId", "\u0663"),
         (",3.5,t", "userId", ""),
         ("1,,t", "rating", ""),
         ("1,good,t", "rating", "good"),

@@ -406,7 +406,7 @@ def _membership_facts(job: Job | JobDetail, membership: MembershipOut, now_s: fl
     excluded = [host for host in membership.excluded_hosts if host.until > now_s]
     if excluded and not job.status.is_terminal:
         names = (f"{host.host} for {duration(host.until - now_s)}" for host in excluded)
-        facts.append(Fact("Left out", ", ".join(names), "warn", "Hosts that failed too often or are too slow"))
+        facts.append(Fact("Left out", ", ".join(names), "warn", "Failed too often, or too slow"))
     return facts
 
 

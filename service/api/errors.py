@@ -75,6 +75,8 @@ def _path(fault: dict[str, Any]) -> str:
     where, *parts = fault["loc"]
     if fault["type"] == "json_invalid":
         return str(where)
+    # A field below the one that was checked, as `trainer.spec.base.problem` names it.
+    parts += filter(None, [fault.get("ctx", {}).get("at")])
     text = ""
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part

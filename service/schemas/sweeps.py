@@ -13,7 +13,7 @@ from service.domain.sweeps import Direction, EarlyStopping, Parameter, SweepStat
 from service.schemas.common import ApiModel, RequestModel
 from service.schemas.jobs import Secrets
 from trainer.protocol.events import METRIC_NAME_PATTERN
-from trainer.spec.base import MAX_INTEGER
+from trainer.spec.base import MAX_INTEGER, problem
 from trainer.spec.parse import parse_document
 
 Search = Literal["tpe", "random", "grid"]
@@ -38,18 +38,19 @@ class ParameterSpec(RequestModel):
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
         if (self.values is None) == (self.low is None or self.high is None):
-            raise ValueError("give either values, or low and high")
+            raise problem("bounds", "give either values, or low and high")
         if self.values is not None and (self.low is not None or self.high is not None or self.log):
-            raise ValueError("values have no low, high or log")
+            raise problem("bounds", "values have no low, high or log")
         if self.low is not None and self.high is not None:
             whole = [each for each in (self.low, self.high) if isinstance(each, int)]
             if any(abs(each) > MAX_INTEGER for each in whole):
-                raise ValueError(f"whole numbers must be at most {MAX_INTEGER}")
+                raise problem("bounds", f"whole numbers must be at most {MAX_INTEGER}")
             # The difference of two finite numbers need not be finite, but is what is drawn from.
             if not (self.low < self.high and math.isfinite(self.high - self.low)):
-                raise ValueError("low must be below high, and their difference finite")
+                message = "must be below high, and their difference finite"
+                raise problem("bounds", message, "low")
             if self.log and self.low <= 0:
-                raise ValueError("with log, low must be above 0")
+                raise problem("bounds", "must be above 0 with log", "low")
         return self
 
     @property
@@ -113,15 +114,17 @@ class CreateSweep(RequestModel):
     def _has_each_once(self) -> Self:
         paths = [each.path for each in self.parameters]
         if len({*paths}) < len(paths):
-            raise ValueError("a field is searched once")
+            raise problem("duplicate_field", "a field is searched once", "parameters")
         num_values = sum(len(each.values or ()) for each in self.parameters)
         if num_values > _MAX_VALUES:
-            raise ValueError(
+            message = (
                 f"there are {num_values} values, and each is checked: give {_MAX_VALUES} in all at "
                 "most, or low and high for numbers"
             )
+            raise problem("too_many", message, "parameters")
         if self.search == "grid" and any(each.values is None for each in self.parameters):
-            raise ValueError("a grid has values, not bounds, for every parameter")
+            message = "a grid has values, not bounds, for every parameter"
+            raise problem("bounds", message, "parameters")
         return self
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from service.auth.permissions import paths_of
 from service.domain.models import JobStatus
 from service.domain.sweeps import Observed, Parameter, Sweep
+from trainer.protocol.events import METRICS
 from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
@@ -128,15 +130,29 @@ def _fixed(spec: JobSpec) -> tuple[Any, ...]:
     )
 
 
+def _metric_problems(spec: JobSpec, metric: str) -> list[FieldProblem]:
+    """That jobs of a spec never report a metric, if so."""
+    parts = ["train", "validation"] if spec.data.split.validation else ["train"]
+    of_tasks = [f"{part}/{name}" for part in parts for name in ("loss", *spec.model.metric_names)]
+    others = METRICS.keys() - {"train/METRIC", "validation/METRIC"}
+    # Words in capitals stand for any.
+    patterns = ["[^/]+".join(map(re.escape, re.split("[A-Z]+", name))) for name in others]
+    if metric in of_tasks or any(re.fullmatch(pattern, metric) for pattern in patterns):
+        return []
+    message = f"the jobs do not report {metric!r}; of quality they report {', '.join(of_tasks)}"
+    return [FieldProblem("metric", "unknown_metric", message)]
+
+
 def check_sweep(sweep: Sweep) -> list[JobSpec]:
-    """Specs of trials with the bounds and values; `SpecError` for one that the spec does not take.
+    """Specs of trials with the bounds and values; `SpecError` for one that the spec does not take,
+    and for a metric that its jobs do not report.
 
     Each is tried by itself, with what the spec has for the others; of those that ask the same of a
     cluster there is one.
     """
     base = validate_spec(dict(sweep.spec))
     tried: dict[str, JobSpec] = {}
-    problems: list[FieldProblem] = []
+    problems = _metric_problems(base, sweep.metric)
     for parameter in sweep.parameters:
         for value in parameter.corners:
             try:

@@ -78,11 +78,16 @@ _MESSAGES = {
     "missing": "required field is missing",
     "model_type": "must be a mapping of fields to values",
 }
+# Of fields with a pattern, in words.
+_FORMS = {
+    ("name",): "a name is 1 to 63 of a-z, 0-9 and '-', and begins and ends with a letter or digit",
+    ("model", "module"): "must name a class as package.module:Class",
+}
 
 
 def _message(error: Any) -> str:
-    if error["loc"] == ("name",) and error["type"] == "string_pattern_mismatch":
-        return "a name is 1 to 63 of a-z, 0-9 and '-', and begins and ends with a letter or digit"
+    if error["type"] == "string_pattern_mismatch" and error["loc"] in _FORMS:
+        return _FORMS[error["loc"]]
     if error["type"] == "extra_forbidden" and error["loc"][-1] == "constraints":
         return "unknown field; each table has its own limits: embedding_tables[].constraints"
     return _MESSAGES.get(error["type"], error["msg"])

@@ -190,5 +190,13 @@ class ModelSpec(SpecModel):
     @property
     def watched_metric(self) -> str:
         """Reported name, without `validation/`, of the metric that decides which is best."""
-        metric = self.task.metric_names[0]
-        return metric if len(self.tasks) == 1 else f"{self.task.name}/{metric}"
+        return self.metric_names[0]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Reported names, without `train/` or `validation/`, of the metrics of all tasks."""
+        return [
+            metric if len(self.tasks) == 1 else f"{task.name}/{metric}"
+            for task in self.tasks
+            for metric in task.metric_names
+        ]

@@ -32,7 +32,7 @@ from trainer.spec.base import FieldProblem, SpecError
 
 LR = {"path": "optimizer.sparse.lr", "low": 0.01, "high": 0.3, "log": True}
 EVERY = {"path": "parallelism.sync.every_steps", "values": [1, 4, 16]}
-METRIC = "validation/ne"
+METRIC = "validation/rmse"
 
 
 def body(**changes):
@@ -69,7 +69,7 @@ def train(api: Api, job_id: str, step: int, value: float) -> None:
         api.backend.play(job_id, Script(("running",)))
         api.poll()
     sent = api.post_events(
-        f"{job_id}-a0", batch(workers_started(), metrics(step, validation_ne=value))
+        f"{job_id}-a0", batch(workers_started(), metrics(step, validation_rmse=value))
     )
     assert sent.status_code == 200, sent.text
 
@@ -208,16 +208,22 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
         ({"parameters": [{"path": "project", "values": ["default", "other"]}]}, "project"),
         ({"parameters": [{"path": "data.path", "values": ["/etc"]}]}, None),
         ({"parameters": [{"path": "name", "values": ["a", "b"]}]}, "name"),
+        ({"metric": "validation/ne"}, "metric"),
+        ({"metric": "validation/rating/rmse"}, "metric"),
+        ({"metric": "speed/rows"}, "metric"),
     ):
         answer = api.http.post("/v1/sweeps", json=body(**changes))
         problem = problem_in(answer, 422, "invalid_spec")
         assert path is None or path in {field["path"] for field in problem["fields"]}
+    split = {"train": ".", "validation": None}
+    spec = spec_document(data={**spec_document()["data"], "split": split})
+    problem = problem_in(api.http.post("/v1/sweeps", json=body(spec=spec)), 422, "invalid_spec")
+    assert "they report train/loss, train/rmse, train/mae" in problem["detail"]
     for changes in (
         {"parameters": [LR, LR]},
         {"search": "grid"},
         {"metric": 'x" innerHTML="<img>'},
         {"num_trials": 0},
-        {"parameters": [{"path": "training.epochs", "low": 3, "high": 1}]},
         {"parameters": [{**LR, "values": [1]}]},
         {"parameters": [{**LR, "low": 1, "high": 10**400}]},
         {"parameters": [{**LR, "low": -1.7e308, "high": 1.7e308, "log": False}]},
@@ -225,6 +231,10 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
         {"early_stopping": {"min_steps": 0}},
     ):
         problem_in(api.http.post("/v1/sweeps", json=body(**changes)), 422, "invalid_request")
+    backwards = body(parameters=[LR, {"path": "training.epochs", "low": 3, "high": 1}])
+    sent = api.http.post("/v1/sweeps", json=backwards)
+    (fault,) = problem_in(sent, 422, "invalid_request")["fields"]
+    assert fault["path"] == "parameters[1].low" and fault["message"].startswith("must be below")
     assert api.http.get("/v1/sweeps").json()["items"] == []
 
 
@@ -383,7 +393,7 @@ def test_the_sdk_creates_lists_cancels_and_forgets(client, api):
     assert client.get_job(found.trials[0].job_id).status is JobStatus.CANCELLED
     with pytest.raises(InvalidRequest):
         client.create_sweep(spec_document(), [], metric=METRIC)
-    for metric, better in (("validation/click/auc", "maximize"), (METRIC, "minimize")):
+    for metric, better in (("speed/rows_per_s", "maximize"), (METRIC, "minimize")):
         assert client.create_sweep(spec_document(), [EVERY], metric=metric).direction == better
 
 

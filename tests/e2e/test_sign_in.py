@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,8 +165,13 @@ def test_a_sweep_is_begun_from_the_page_and_watched_to_its_best_trial(
     expect(tab.get_by_role("textbox", name="Spec")).not_to_contain_text("labels")
 
 
-def test_a_viewer_sees_everything_but_actions(tab: Page, house: Guarded) -> None:
+def test_a_viewer_sees_everything_of_own_projects_but_actions(tab: Page, house: Guarded) -> None:
+    store_job(house.store, replace(queued_job(name="of-others"), project="ads"))
     _enter(tab, house, "/dashboard/", "viewer")
+    expect(tab.get_by_role("checkbox", name=re.compile("Select (movie|of)"))).to_have_count(1)
+    tab.goto("/dashboard/?project=ads")
+    expect(tab.get_by_text("No job matches")).to_be_visible()
+    tab.goto("/dashboard/")
     tab.get_by_role("checkbox", name="Select movie-nights").click()
     actions = tab.locator(".selection").get_by_role("button")
     expect(actions).to_have_text(["Compare", "Clear"])

@@ -334,9 +334,8 @@ class Failure:
     """Why a rank, or a whole worker group run, ended.
 
     `is_death` says that the rank's process itself is gone, which explains its peers' errors.
-    `evidence` has what speaks for `reason`: `rank`, `host`, `exit`, `exception`, ... It decides
-    nothing. `blamed_host` is the one whose fault it is, if that is known: it was lost, hangs, or is
-    set up wrongly.
+    `evidence` has what speaks for `reason`: `rank`, `host`, `exit`, `exception`, ... `blamed_host`
+    is the one whose fault it is, if that is known: it was lost, hangs, or is set up wrongly.
     """
 
     reason: EndReason

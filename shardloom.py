@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from service.client.client import ShardloomClient
+from service.client.client import Code, ShardloomClient, Spec
 from service.client.errors import (
     Conflict,
     ExportFailed,
@@ -63,22 +61,22 @@ Client = ShardloomClient
 
 
 def submit(
-    spec: JobSpec | Mapping[str, Any] | os.PathLike[str] | str,
+    spec: Spec,
     *,
     url: str | None = None,
     api_key: str | None = None,
+    code: Code | None = None,
     secrets: Mapping[str, str] | None = None,
     idempotency_key: str | None = None,
 ) -> JobDetail:
     """Create one job and return it; it is not waited for.
 
-    `url` defaults to SHARDLOOM_URL, else to the local service. Raises `SpecError` for a file that
-    holds no valid spec, `InvalidRequest` with the faulty fields, `ServiceUnreachable`.
+    `code` is the folder with the code of `model.module`. `url` defaults to SHARDLOOM_URL, else to
+    the local service. Raises `SpecError` for a file that holds no valid spec, `InvalidRequest` with
+    the faulty fields, `ServiceUnreachable`.
     """
-    if isinstance(spec, os.PathLike | str):
-        spec = load_spec(Path(spec).read_text())
     with Client(url or usual_url(), api_key=api_key) as client:
-        return client.submit(spec, secrets=secrets, idempotency_key=idempotency_key)
+        return client.submit(spec, code=code, secrets=secrets, idempotency_key=idempotency_key)
 
 
 def usual_url() -> str:

@@ -32,7 +32,7 @@ from service.cli.common import (
 )
 from service.cli.follow import detached_message, detaching, follow
 from service.cli.render import facts_grid, plain_table
-from service.client.client import PLAN_LIMIT_S, ShardloomClient
+from service.client.client import PLAN_LIMIT_S
 from service.client.errors import InvalidRequest
 from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
@@ -55,7 +55,6 @@ from trainer.layout.scaling import ScalingRow, scaling_of, scaling_sizes
 from trainer.protocol.code_archive import CodeError, pack
 from trainer.spec import json_schema, validate_spec
 from trainer.spec.job import JobSpec
-from trainer.spec.parse import set_values
 
 # More groups than these are counted rather than listed.
 _MAX_GROUPS = 16
@@ -120,8 +119,7 @@ def run(
     if url is None:
         stack.ensure_running()
     with common.open_client(url) as client:
-        document = with_code(document, archive, client)
-        job = client.submit(document, secrets=read_secrets(secret or []))
+        job = client.submit(document, code=archive, secrets=read_secrets(secret or []))
         with detaching(detached_message(job.id), console()):
             console().print(Text.assemble("submitted ", (job.id, "bold")))
             exit_code = follow(client, job.id, console())
@@ -152,10 +150,12 @@ def submit(
         found = client.plan(document)
         print_answer(found, plan_page(found), as_json=as_json)
         return
-    archive = pack_code(code)
-    document = with_code(document, archive, client)
     job = client.submit(
-        document, idempotency_key=idempotency_key, secrets=read_secrets(secret or []), force=force
+        document,
+        code=pack_code(code),
+        idempotency_key=idempotency_key,
+        secrets=read_secrets(secret or []),
+        force=force,
     )
     if not wait:
         _print_submitted(job, as_json=as_json)
@@ -173,16 +173,6 @@ def pack_code(folder: Path | None) -> bytes | None:
         return pack(folder)
     except (CodeError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="--code") from None
-
-
-def with_code(
-    document: dict[str, Any], archive: bytes | None, client: ShardloomClient
-) -> dict[str, Any]:
-    """The spec with the id of its code, which the service has then."""
-    if archive is None:
-        return document
-    named: dict[str, Any] = set_values(document, {"model.code": client.upload_code(archive).id})
-    return named
 
 
 def read_secrets(names: Sequence[str]) -> dict[str, str]:

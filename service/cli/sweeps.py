@@ -37,7 +37,6 @@ from service.cli.submit import (
     SecretOption,
     pack_code,
     read_secrets,
-    with_code,
 )
 from service.client.client import ShardloomClient
 from service.domain.sweeps import SweepStatus
@@ -112,7 +111,7 @@ def sweep(
     archive = pack_code(code)
     direction = None if maximize is None else "maximize" if maximize else "minimize"
     found = client.create_sweep(
-        with_code(document, archive, client),
+        client.with_code(document, archive),
         parameters,
         metric=metric,
         direction=direction,

@@ -10,6 +10,7 @@ Which calls are sent again, and how jobs are named: docs/reference/sdk.md. Error
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,15 @@ from service.schemas.jobs import (
     TraceRequested,
 )
 from service.schemas.plans import PlansOut
+from trainer.protocol.code_archive import pack
+from trainer.spec import load_spec
 from trainer.spec.base import problems_of
 from trainer.spec.job import JobSpec
+from trainer.spec.parse import set_values
+
+# A path is that of a YAML file.
+Spec = JobSpec | Mapping[str, Any] | os.PathLike[str] | str
+Code = os.PathLike[str] | str | bytes
 
 TRACE_TIMEOUT_S = 600.0
 PLAN_LIMIT_S = 60.0
@@ -65,20 +73,34 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
     def submit(
         self,
-        spec: JobSpec | Mapping[str, Any],
+        spec: Spec,
         *,
+        code: Code | None = None,
         idempotency_key: str | None = None,
         secrets: Mapping[str, str] | None = None,
         force: bool = False,
     ) -> JobDetail:
         """Create a job from a spec; raises `InvalidRequest` with the faulty fields.
 
+        `code` is the folder with the code of `model.module`, which travels with the job.
         `secrets` are environment variables for its processes, kept encrypted, never shown. With
         the same `idempotency_key` the same spec makes one job, however often it is sent. `force`
         takes one whose tables do not fit the memory of the cluster's workers.
         """
-        body = {"spec": _document(spec), "secrets": dict(secrets or {})}
+        body = {"spec": self.with_code(spec, code), "secrets": dict(secrets or {})}
         return self._create("/v1/jobs", JobDetail, body, idempotency_key, force=force)
+
+    def with_code(self, spec: Spec, code: Code | None) -> dict[str, Any]:
+        """The spec with the id of its code, which the service has then: a folder, or its archive.
+
+        Raises `CodeError` for a folder that cannot be packed.
+        """
+        document = _document(spec)
+        if code is None:
+            return document
+        archive = code if isinstance(code, bytes) else pack(Path(code))
+        named: dict[str, Any] = set_values(document, {"model.code": self.upload_code(archive).id})
+        return named
 
     def upload_code(self, archive: bytes) -> CodeOut:
         """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
@@ -90,14 +112,14 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
             "POST", "/v1/code", CodeOut, repeatable=True, content=archive, headers=headers
         )
 
-    def plan(self, spec: JobSpec | Mapping[str, Any]) -> JobPlan:
+    def plan(self, spec: Spec) -> JobPlan:
         """Check a spec without creating a job, and say which groups it would form."""
         body = {"spec": _document(spec)}
         return self._request("POST", "/v1/jobs", JobPlan, json=body, params={"dry_run": "true"})
 
     def plans(
         self,
-        spec: JobSpec | Mapping[str, Any],
+        spec: Spec,
         *,
         cluster: str | None = None,
         time_limit_s: float = PLAN_LIMIT_S,
@@ -366,7 +388,10 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         return True
 
 
-def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
+def _document(spec: Spec) -> dict[str, Any]:
+    """The spec as it is sent; raises `SpecError` for a file that holds no valid one."""
+    if isinstance(spec, os.PathLike | str):
+        spec = load_spec(Path(spec).read_text())
     return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
 
 

@@ -38,6 +38,19 @@ def test_mapping_typed_spec_and_file_submit_the_same_job(service: HttpStub) -> N
     assert sent == [typed] * 4
 
 
+def test_code_and_files_are_taken_by_both_ways_to_submit(service: HttpStub, tmp_path: Path) -> None:
+    (tmp_path / "towers.py").write_text("")
+    told = job_body() | {"id": "a" * 64, "num_files": 1, "size_bytes": 9}
+    service.body = json.dumps(told).encode()
+    with shardloom.Client(service.url) as client:
+        client.submit(EXAMPLE_SPEC, code=tmp_path)
+    shardloom.submit(EXAMPLE_SPEC, code=str(tmp_path))
+    upload, first, *_, second = service.received
+    assert upload.body.startswith(b"PK")
+    assert first.body == second.body
+    assert json.loads(first.body)["spec"]["model"]["code"] == "a" * 64
+
+
 def test_a_submission_without_a_url_goes_to_the_local_stack(
     service: HttpStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,7 +265,8 @@ def describe(error: Exception) -> RenderableType:
         hint = "`shardloom login` keeps an API key for it; for your own one name its SHARDLOOM_HOME"
         return _message(str(error), hint)
     if isinstance(error, errors.NotFound) and error.code == "job_not_found":
-        return _message(str(error), "`shardloom ps --all` lists the jobs")
+        text = str(error).partition("; GET ")[0]
+        return _message(text, "`shardloom ps --all` lists the jobs")
     return _message(str(error))
 
 

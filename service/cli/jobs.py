@@ -39,6 +39,7 @@ from service.cli.render import (
 )
 from service.cli.submit import ForceOption, SecretOption, read_secrets
 from service.domain.models import JobStatus
+from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, ResizeRequestOut
 from trainer.spec.parse import parse_document
 
@@ -170,7 +171,7 @@ def checkpoints(job: JobArgument, client: Client = HERE, as_json: JsonOption = F
 def pause(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:
     """Let a job save a checkpoint and release its workers; it keeps its place in the queue."""
     found = client.pause(job)
-    paused = "is paused" if found.status.value == "PAUSED" else "saves a checkpoint and pauses"
+    paused = "is paused" if found.status.value == "PAUSED" else "is asked to pause"
     _print_change(found, paused, f"`shardloom resume {found.id}` lets it go on", as_json=as_json)
 
 
@@ -308,7 +309,7 @@ def drain(
 
 
 def _print_resize(job: str, request: ResizeRequestOut, *, as_json: bool) -> None:
-    size = f"{request.workers} workers" if request.workers else "its workers"
+    size = counted(request.workers, "worker") if request.workers else "its workers"
     hosts = f" without {', '.join(request.drain_hosts)}" if request.drain_hosts else ""
     hint = f"`shardloom events -f {job}` tells when it is so"
     print_line(request, f"asked for {size}{hosts}", hint, as_json=as_json)

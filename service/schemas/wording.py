@@ -384,7 +384,7 @@ def _membership_facts(job: Job | JobDetail, membership: MembershipOut, now_s: fl
         least = job.spec.parallelism.min_groups
         if current < least:
             text = f"waits for {least - current} more: {text}, min_groups {least}"
-        facts.append(Fact("Training", f"{text}, commit {membership.commit:,}", tone))
+        facts.append(Fact("Training", text, tone))
         facts.append(_copies_fact(membership))
     recovery = membership.last_recovery
     if recovery is not None:

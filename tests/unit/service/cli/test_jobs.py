@@ -454,7 +454,7 @@ def test_show_tells_of_groups_and_lost_time(degraded: Api) -> None:
         "failure domain replica group: a lost host takes down its groups; the others train on",
         "chosen three copies on three hosts survive the loss of two (105 MB more memory a worker, "
         "12 ms a full sync)",
-        "training 2 of 3 groups, generation 4, commit 128",
+        "training 2 of 3 groups, generation 4",
         "copies alive 2 of each shard, on 2 hosts; survive needs 3",
         "last recovery in 310 ms, nothing to redo, 11s ago; 1 group lost so far",
         "left out 127.0.0.9 for 10m 00s",

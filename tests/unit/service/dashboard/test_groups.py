@@ -145,7 +145,7 @@ def test_spans_of_a_lane_never_overlap_and_stay_within_it(told: list[tuple[set[i
 
 def test_what_needs_attention_is_coloured() -> None:
     view = view_of(degraded())
-    assert fact(view, "Training") == ("2 of 3 groups, generation 2, commit 2", "warn")
+    assert fact(view, "Training") == ("2 of 3 groups, generation 2", "warn")
     assert fact(view, "Copies alive") == ("2 of each shard, on 2 hosts; 1 more may be lost", "good")
     recovery = "in 310 ms, nothing to redo, 19s ago; 1 group lost so far"
     assert fact(view, "Last recovery") == (recovery, "good")
@@ -157,7 +157,7 @@ def test_what_needs_attention_is_coloured() -> None:
 def test_a_job_that_waits_for_groups_says_so() -> None:
     alone = membership_changed(group_member(0), generation=3)
     told = scene(layout_chosen(), alone, parallelism=ELASTIC | {"workers": 6, "min_groups": 2})
-    text = "waits for 1 more: 1 of 3 groups, generation 3, min_groups 2, commit 3"
+    text = "waits for 1 more: 1 of 3 groups, generation 3, min_groups 2"
     assert fact(view_of(told), "Training") == (text, "warn")
 
 

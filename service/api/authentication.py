@@ -269,7 +269,9 @@ class AuthenticationMiddleware:
         connection = HTTPConnection(scope)
         wants_page = "text/html" in connection.headers.get("accept", "")
         if isinstance(error, errors.NotSignedIn) and wants_page and scope["method"] in SAFE_METHODS:
-            location = f"{LOGIN_PATH}?next={quote(scope['path'], safe='/')}"
+            query = scope["query_string"].decode("latin-1")
+            wanted = scope["path"] + (f"?{query}" if query else "")
+            location = f"{LOGIN_PATH}?next={quote(wanted, safe='/')}"
             await RedirectResponse(location, HTTPStatus.SEE_OTHER)(scope, receive, response)
             return
         await refuse(error, scope, receive, response)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
@@ -356,8 +357,16 @@ def test_a_reader_without_a_session_is_led_to_the_form_and_back(house: Guarded) 
     html = {"Accept": "text/html"}
     led = house.http.get("/dashboard/jobs/x", headers=html, follow_redirects=False)
     assert led.headers["location"] == "/login?next=/dashboard/jobs/x"
-    form = house.http.get(led.headers["location"])
-    assert 'value="/dashboard/jobs/x"' in form.text
+    page = house.http.get(led.headers["location"])
+    assert 'value="/dashboard/jobs/x"' in page.text
+    # With what the list was filtered by.
+    shared = "/dashboard/?label=team%3Da%26b&status=failed"
+    led = house.http.get(shared, headers=html, follow_redirects=False)
+    wanted = httpx.URL(led.headers["location"]).params["next"]
+    form = {"key": house.keys["viewer"], "next": wanted}
+    back = house.http.post("/login", data=form, follow_redirects=False)
+    assert back.headers["location"] == shared
+    house.http.cookies.clear()
     wrong = house.http.post("/login", data={"key": "shl_nothing"}, headers=html)
     assert wrong.status_code == 401
     assert "unknown, expired or revoked" in wrong.text

@@ -1,6 +1,7 @@
 """MkDocs hooks: reference pages from schemas and definitions; links of the top-level pages.
 
-The line `<!-- generated: NAME -->` of a page is replaced by the text of `GENERATORS[NAME]`.
+The line `<!-- generated: NAME; HINT -->` of a page is replaced by the text of `GENERATORS[NAME]`;
+the hint tells who reads the page in a checkout where else that is.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from trainer.spec import json_schema  # noqa: E402
 
 logger = logging.getLogger("mkdocs.hooks")
 
-_MARKER = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
+_MARKER = re.compile(r"^<!-- generated: ([\w-]+); .* -->$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 _TEST_FILE = re.compile(r"\b(test_\w+\.py)`")
 _PAGES_OUTSIDE = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from ipaddress import ip_address, ip_network
 from typing import Any, Literal
 
@@ -16,10 +17,12 @@ Peer = Mapping[str, str] | str
 _NAMESPACE = "kubernetes.io/metadata.name"
 
 
+@cache
 def _labels(variant: str) -> dict[str, Mapping[str, str]]:
     return {pod.component: pod.labels for pod in pods(variant)}
 
 
+@cache
 def _policies(variant: str) -> list[Manifest]:
     return of_kind(build(variant), "NetworkPolicy")
 

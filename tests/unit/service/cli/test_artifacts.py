@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -219,12 +221,19 @@ def test_export_refuses_what_makes_no_sense() -> None:
         assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_a_run_folder_without_checkpoints_is_refused_by_the_trainers_own_process(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_folder_without_checkpoints_is_refused_by_the_trainers_own_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from trainer.export.__main__ import main
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        """In this process: one of its own loads torch for 5 s (`test_export.py` has one)."""
+        assert command[:3] == [sys.executable, "-m", "trainer.export"]
+        return subprocess.CompletedProcess(command, main(command[3:]))
+
+    monkeypatch.setattr("service.cli.artifacts.subprocess.run", run)
     result = shardloom("export", "--run-dir", str(tmp_path), "--to", str(tmp_path / "out"))
-    assert result.exit_code == 1
-    assert "holds no checkpoint yet" in capfd.readouterr().out
+    assert (result.exit_code, "holds no checkpoint yet" in result.stdout) == (1, True)
 
 
 def test_the_comparison_with_the_trainer_is_printed() -> None:

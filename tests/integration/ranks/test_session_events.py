@@ -48,8 +48,8 @@ from trainer.spec.training import DenseOptimizerName
 from trainer.training.worker import run_worker, train
 
 POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
-UNTIL_POISON = ("training.max_steps=25", "checkpoint.every_steps=10")
 TWO_COPIES = ("parallelism.workers=2", "parallelism.shard_group_size=1")
+UNTIL_POISON = (*TWO_COPIES, "training.max_steps=25", "checkpoint.every_steps=10")
 QUARANTINE = (*TWO_COPIES, "training.epochs=1", "data.on_bad_rows=quarantine")
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=100", "data.split.validation=null")
 
@@ -83,20 +83,20 @@ def test_a_nan_fails_the_job_or_costs_it_the_rows_since_the_last_finite_report(
     failing = replace(
         make_config(small_movielens, tmp_path / "fail", *UNTIL_POISON), attempt_id="job-fail-a0"
     )
-    ranks = run_ranks(fail_then_go_on, 4, config, failing, fresh=True)
+    ranks = run_ranks(fail_then_go_on, 2, config, failing, fresh=True)
     reasons = {rank["failed"][0] for rank in ranks}
     assert reasons == {EndReason.NON_FINITE}
     assert "training.on_non_finite: skip" in ranks[0]["failed"][1]
     assert {rank["first"][0] for rank in ranks} == {EndReason.ROWS_SKIPPED}
-    # Reports come every 5 steps of 4 x 32 rows: the loss was finite at step 10, NaN by 15.
+    # Reports come every 5 steps of 2 x 32 rows: the loss was finite at step 10, NaN by 15.
     (skipped,) = told(config.run_dir, RowsSkipped)
-    assert (skipped.epoch, skipped.start, skipped.num_rows) == (0, 10 * 32, 640)
+    assert (skipped.epoch, skipped.start, skipped.num_rows) == (0, 10 * 32, 320)
     for rank in ranks:
         state = rank["end"]
         assert state.step == 25
-        assert state.rows_skipped == 640
-        assert state.position.rows_done(10**9) == 25 * 128 + 640
-        assert state.rows_trained == 25 * 128
+        assert state.rows_skipped == 320
+        assert state.position.rows_done(10**9) == 25 * 64 + 320
+        assert state.rows_trained == 25 * 64
 
 
 @pytest.fixture
@@ -169,13 +169,14 @@ def test_a_flipped_bit_is_named_and_ends_the_run_only_if_asked(
         small_movielens,
         tmp_path,
         *SHORT,
+        *TWO_COPIES,
         f"parallelism.divergence_check={{every_syncs: 1, action: {action}}}",
         f"parallelism.sync.overlap={overlap}",
     )
-    ends = run_ranks(train_with_a_flipped_bit, 4, config, fresh=True)
+    ends = run_ranks(train_with_a_flipped_bit, 2, config, fresh=True)
     (found,) = told(config.run_dir, Divergence)
     where = f"{found.table}, shard {found.shard}, on rank(s) 1" if action == "fail" else ""
-    assert [end[0] for end in ends] == [reason] * 4
+    assert [end[0] for end in ends] == [reason] * 2
     assert all(where in message for _, message in ends)
     assert (found.step, found.ranks, found.action) == (4, [1], action)
     assert found.table in {table.name for table in config.spec.embedding_tables}
@@ -253,6 +254,7 @@ def test_whatever_a_network_holds_one_averaging_serves_sync_validation_and_save(
         small_movielens,
         tmp_path,
         f"model={{module: '{__name__}:Scaled', tasks: [{{name: rating, loss: mse}}]}}",
+        *TWO_COPIES,
         "parallelism.sync={every_steps: 4, mode: full}",
         f"parallelism.dense={dense}",
         "parallelism.divergence_check={every_syncs: 1, action: fail}",
@@ -261,8 +263,8 @@ def test_whatever_a_network_holds_one_averaging_serves_sync_validation_and_save(
         "training.validate_every_steps=4",
         "checkpoint.every_steps=4",
     )
-    ranks = run_ranks(train_scaled, 4, config)
-    assert [rank["num_averages"] for rank in ranks] == [2] * 4
+    ranks = run_ranks(train_scaled, 2, config)
+    assert [rank["num_averages"] for rank in ranks] == [2] * 2
     assert len({rank["best"] for rank in ranks}) == 1
     assert ranks[0]["buffers"].max() == 6e4
     for rank in ranks[1:]:
@@ -303,13 +305,15 @@ def test_a_network_of_which_tables_alone_are_trained_trains_and_is_loaded(
         tmp_path,
         f"model={{module: '{__name__}:{network}', tasks: [{{name: rating, loss: mse}}]}}",
         f"optimizer.dense.name={optimizer}",
+        *TWO_COPIES,
         "parallelism.dense=at_sync",
         "training.clip_norm=1.0",
         "training.max_steps=6",
     )
-    trained = run_ranks(train_session, 4, config)
+    calls = ((train_session, config), (load_session, next_run(config)))
+    trained, loaded = run_in_turn(2, *calls)
     assert all(rank["moved"] for rank in trained)
-    assert_alike(run_ranks(load_session, 4, next_run(config)), trained)
+    assert_alike(loaded, trained)
 
 
 def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_left(

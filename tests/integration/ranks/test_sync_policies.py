@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_in_turn, run_ranks
 from tests.integration.ranks.sync_cases import (
     SyncCase,
     Table,
@@ -275,21 +275,19 @@ def case(request: pytest.FixtureRequest) -> SyncCase:
     return replace(CASE, sync=request.param)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "num_steps"),
-    [*((name, 1) for name in OPTIMIZERS), ("adagrad", 4)],
-)
-def test_overlapped_means_land_as_a_difference(
-    case: SyncCase, optimizer: str, num_steps: int
-) -> None:
-    trained = replace(case, optimizer=optimizer)
-    moved = run_ranks(overlapped_keeps_what_was_learned, 2, trained, num_steps)
-    assert all(number > 0 for number in moved)
+def test_overlapped_means_land_as_a_difference(case: SyncCase) -> None:
+    runs = (*((name, 1) for name in OPTIMIZERS), ("adagrad", 4))
+    calls = [
+        (overlapped_keeps_what_was_learned, replace(case, optimizer=optimizer), num_steps)
+        for optimizer, num_steps in runs
+    ]
+    assert all(number > 0 for moved in run_in_turn(2, *calls) for number in moved)
 
 
-@pytest.mark.parametrize("optimizer", STATEFUL)
-def test_delayed_moments_lag_one_sync(case: SyncCase, optimizer: str) -> None:
-    assert all(run_ranks(delayed_moments_lag_one_sync, 2, replace(case, optimizer=optimizer)))
+def test_delayed_moments_lag_one_sync(case: SyncCase) -> None:
+    cases = [replace(case, optimizer=optimizer) for optimizer in STATEFUL]
+    runs = run_in_turn(2, *((delayed_moments_lag_one_sync, each) for each in cases))
+    assert all(differed for ranks in runs for differed in ranks)
 
 
 def test_moments_that_are_never_synced_are_equal_after_a_flush() -> None:
@@ -300,8 +298,9 @@ def test_a_flush_makes_all_copies_equal_whatever_the_policy(case: SyncCase) -> N
     run_ranks(flush_is_exact, 3, replace(case, world_size=3))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("dtype", "precision"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+@pytest.mark.parametrize(
+    ("dtype", "precision", "overlap"), [("bf16", 2.0**-8, True), ("fp16", 2.0**-11, False)]
+)
 def test_changes_in_half_precision_err_by_a_rounding_on_the_way_and_one_back(
     case: SyncCase, dtype: str, precision: float, overlap: bool
 ) -> None:
@@ -381,10 +380,10 @@ def test_touched_rows_stay_exact_in_tables_loaded_at_another_layout(tmp_path: Pa
 @pytest.mark.parametrize(
     ("num_ranks", "ranks_per_host", "sync"),
     [
-        (4, 2, {"mode": "touched_rows", "full_above": 1.0}),
         (4, 2, {"mode": "full", "dtype": "fp16"}),
-        (8, 4, {"mode": "touched_rows", "full_above": 1.0, "dtype": "bf16", "overlap": True}),
-        (8, 2, {"mode": "full", "optimizer_state": "every"}),
+        (4, 2, {"mode": "touched_rows", "full_above": 1.0, "dtype": "bf16", "overlap": True}),
+        pytest.param(8, 4, {"mode": "touched_rows", "full_above": 1.0}, marks=pytest.mark.slow),
+        pytest.param(8, 2, {"mode": "full"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_sync_host_by_host_changes_no_bit(
@@ -396,7 +395,9 @@ def test_a_sync_host_by_host_changes_no_bit(
     run_ranks(syncs_by_level_change_no_bit, num_ranks, case)
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_host"), [(4, 2), (8, 4)])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_host"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.slow)]
+)
 def test_a_sync_host_by_host_sends_other_hosts_only_what_hosts_have_summed(
     num_ranks: int, ranks_per_host: int
 ) -> None:

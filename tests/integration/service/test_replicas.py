@@ -83,13 +83,21 @@ def _open_together(database_url: str) -> object:
         store.close()
 
 
-def test_replicas_that_start_together_migrate_once(database_url: str) -> None:
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """Those of the replicas, which take seconds to start."""
     spawn = multiprocessing.get_context("spawn")
     barrier = spawn.Barrier(NUM_REPLICAS)
     with ProcessPoolExecutor(
         NUM_REPLICAS, spawn, initializer=_set_barrier, initargs=(barrier,)
     ) as pool:
-        found = list(pool.map(_open_together, [database_url] * NUM_REPLICAS))
+        yield pool
+
+
+def test_replicas_that_start_together_migrate_once(
+    processes: ProcessPoolExecutor, database_url: str
+) -> None:
+    found = list(processes.map(_open_together, [database_url] * NUM_REPLICAS))
     assert found == [newest_revision()] * NUM_REPLICAS
 
 

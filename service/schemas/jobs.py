@@ -21,7 +21,7 @@ from service.domain.models import (
     Value,
 )
 from service.schemas.common import ApiModel, RequestModel
-from trainer.export.requests import CheckpointName, ExportStatus
+from trainer.export.artifact import CheckpointName, ExportStatus
 from trainer.spec.job import JobSpec
 from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 

@@ -20,11 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from trainer.protocol.run_dir import FileRecord, file_record, write_whole
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
+
+ExportStatus = Literal["queued", "running", "succeeded", "failed"]
+# 18 digits: what any database and any file name can hold.
+CheckpointName = Annotated[str, StringConstraints(pattern=r"^(newest|best|[0-9]{1,18})$")]
 
 
 class ExportError(Exception):

@@ -32,12 +32,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Field
 from pydantic_core import from_json
 
-from trainer.export.artifact import MARKER, REPORT, Manifest, read_manifest
+from trainer.export.artifact import (
+    MARKER,
+    REPORT,
+    CheckpointName,
+    ExportStatus,
+    Manifest,
+    read_manifest,
+)
 from trainer.protocol import events
 from trainer.protocol.events import Event
 from trainer.protocol.run_dir import RunDir, fsync_folder
@@ -52,9 +59,6 @@ from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
 logger = logging.getLogger(__name__)
-ExportStatus = Literal["queued", "running", "succeeded", "failed"]
-# 18 digits: what any database and any file name can hold.
-CheckpointName = Annotated[str, StringConstraints(pattern=r"^(newest|best|[0-9]{1,18})$")]
 _ID = re.compile(r"x-[0-9a-f]{8}")
 # Of a document; there may be thousands.
 _MAX_BYTES = 2**16

@@ -259,8 +259,6 @@ def test_a_plan_is_for_the_services_own_cluster_unless_one_is_described(
     api: Api, planning: Callable[[str], Script]
 ) -> None:
     planning(FIRST_RANK)
-    problem = problem_in(asked(api, None), 422, "no_plan")
-    assert "no host of the cluster has room" in problem["detail"]
     api.backend.set_hosts(HostFacts("a", 4, 0, 8 * GIB), HostFacts("b", 2, 0, 8 * GIB))
     elastic = {**AUTOMATIC, "workers": {"min": 2, "max": 8}}
     found = asked(api, None, parallelism=elastic).json()
@@ -268,6 +266,11 @@ def test_a_plan_is_for_the_services_own_cluster_unless_one_is_described(
     assert {each["world_size"] for each in found["candidates"]} == {6}
     found = asked(api, f"4xCPU-8GB x 3, hbm_bytes={GIB}").json()
     assert (found["room"], found["cluster"]["hbm_bytes"]) == ([4] * 3, GIB)
+
+
+def test_there_is_no_plan_for_a_cluster_of_no_hosts(api: Api) -> None:
+    problem = problem_in(asked(api, None), 422, "no_plan")
+    assert "no host of the cluster has room" in problem["detail"]
 
 
 def test_what_jobs_measured_on_the_cluster_calibrates_its_next_plan(

@@ -96,7 +96,7 @@ def test_a_fault_there_is_raised_here_and_others_go_on(
         assert next(leased)[0].weight.sum() == 10
 
 
-def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train) -> None:
+def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train, process) -> None:
     ended = ReaderProcess()
     ended._process.kill()
     with (
@@ -106,11 +106,9 @@ def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train
     ):
         next(batches)
     assert reason_of(killed.value) == EndReason.HOST_OOM
-    with (
-        closing(ReaderProcess()) as ended,
-        pytest.raises(RuntimeError, match=r"code (1|not known yet), .*log") as broken,
-    ):
-        ended.call(ended.make(eval, "[lambda: 0]"), "pop")  # what cannot be sent
+    # What cannot be sent ends it; no test uses it after this one.
+    with pytest.raises(RuntimeError, match=r"code (1|not known yet), .*log") as broken:
+        process.call(process.make(eval, "[lambda: 0]"), "pop")
     assert reason_of(broken.value) == EndReason.WORKERS_LOST
     # Both hold the pipe that is read to its end.
     left = [sys.executable, "-c", LEFT_BEHIND]

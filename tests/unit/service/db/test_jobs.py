@@ -88,8 +88,9 @@ def test_no_flood_of_records_is_read_at_once(
 ) -> None:
     job, attempt = store_attempt(store)
     named = {f"m{number}": 0.0 for number in range(300)}
-    saved = [checkpoint(step).model_copy(update={"metrics": named}) for step in range(2100)]
+    saved = [checkpoint(step) for step in range(2100)]
     saved[7] = saved[7].model_copy(update={"is_best": True})
+    saved[-1] = saved[-1].model_copy(update={"metrics": named})
     flood = [*saved, *[layout_chosen()] * 600, *[workers_started()] * 200]
     for at in range(0, len(flood), 1000):
         store.append_events(attempt.id, batch(*flood[at : at + 1000], first_seq=at), NOW)

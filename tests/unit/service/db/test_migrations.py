@@ -129,30 +129,26 @@ def _tables(connection: Connection) -> list[Table]:
     return [table for table in found.sorted_tables if table.name != "alembic_version"]
 
 
-def _rows(connection: Connection, tables: list[Table]) -> dict[str, list[Any]]:
-    return {table.name: list(connection.execute(select(table)).all()) for table in tables}
+def _rows(connection: Connection, table: Table) -> list[Any]:
+    return list(connection.execute(select(table)).all())
 
 
 def test_rows_of_every_table_come_through_every_migration(database_url: str) -> None:
     spec = queued_job().spec.model_dump(mode="json")
-    stages: list[tuple[list[Table], dict[str, list[Any]]]] = []
-
-    def check(connection: Connection, at: int) -> None:
-        """What its columns held then they hold, beside one row for each later revision."""
-        tables, before = stages[at]
-        now, num_later = _rows(connection, tables), len(stages) - 1 - at
-        for name, held in before.items():
-            assert all(row in now[name] for row in held), name
-            assert len(now[name]) == len(held) + num_later, name
-
+    stages: list[dict[Table, list[Any]]] = []
     for number, revision in enumerate(REVISIONS, start=1):
         with _writing(database_url, revision) as connection:
-            for at in range(len(stages)):
-                check(connection, at)
             tables = _tables(connection)
             for table in tables:
                 connection.execute(insert(table), _row(table, spec, number))
-            stages.append((tables, _rows(connection, tables)))
+            stages.append({table: _rows(connection, table) for table in tables})
+    with _writing(database_url) as connection:
+        for num_later, held in enumerate(reversed(stages)):
+            # What its columns held then they hold, beside one row for each later revision.
+            for table, before in held.items():
+                now = _rows(connection, table)
+                assert all(row in now for row in before), table.name
+                assert len(now) == len(before) + num_later, table.name
 
 
 def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_url: str) -> None:

@@ -30,6 +30,7 @@ from service.errors import (
     StoreUnavailable,
 )
 from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job
+from tests.harness.databases import SqliteTemplate, open_migrated
 from tests.harness.properties import examples
 from trainer.protocol.events import Note
 
@@ -93,21 +94,32 @@ class Fuse:
         raise sqlite3.OperationalError("disk I/O error, as the test wanted")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def template(sqlite_template: SqliteTemplate) -> None:
+    StoreMachine.template = sqlite_template
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Writes of every kind, in any order, with and without crashes."""
+
+    template: SqliteTemplate
 
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory(prefix="shardloom-store-")
+        self._url = f"sqlite:///{Path(self._folder.name) / 'shardloom.db'}"
         self._model: dict[str, ModelJob] = {}
         self._keys: dict[str, str] = {}
         self._num_made = 0
         self._crash: tuple[str, int] | None = None
 
     @initialize()
+    def begin(self) -> None:
+        self.template.copy(self._url)
+        self.open()
+
     def open(self) -> None:
-        path = Path(self._folder.name) / "shardloom.db"
-        self._store = JobStore.open(f"sqlite:///{path}")
+        self._store = open_migrated(self._url)
         self._fuse = Fuse(self._store)
 
     def teardown(self) -> None:

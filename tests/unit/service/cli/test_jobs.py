@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import re
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from service.backends.base import ClusterWatch
 from service.backends.fake import Script
 from service.cli import jobs, stack
 from service.cli.common import BLOCKS, job_names, sparkline
+from service.cli.main import main
 from service.cli.render import jobs_table
 from service.client.client import ShardloomClient
 from service.client.transport import REQUEST_TIMEOUT_S
@@ -31,7 +31,6 @@ from service.dashboard import fragments
 from service.domain.metrics import MEMORY_PARTS
 from service.schemas.jobs import JobSummary
 from service.schemas.wording import NOTHING, TIMES
-from tests.conftest import REPO
 from tests.harness.builders import (
     NOW,
     attempt_ended,
@@ -243,25 +242,27 @@ def test_a_text_that_is_no_spec_is_refused_before_anything_is_sent(service, text
     assert service.requests == []
 
 
-def test_a_terminal_that_lacks_letters_shows_the_rest(spec_file):
+def test_a_terminal_that_lacks_letters_shows_the_rest(spec_file, monkeypatch):
     command = ["plan", spec_file, "--scale", "2..8", "--cluster", "2xH100-80GB x 4"]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            [sys.executable, "-m", "service.cli", *arguments],
-            env=environment,
-            cwd=REPO,
-            capture_output=True,
-            check=False,
-        )
+    def run(*arguments: str) -> tuple[object, bytes, bytes]:
+        """Exit code and what was written to streams as Python opens them with these letters."""
+        out, error = io.BytesIO(), io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii"))
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(error, "ascii", "backslashreplace"))
+        monkeypatch.setattr(sys, "argv", ["shardloom", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return ended.value.code, out.getvalue(), error.getvalue()
 
     for options in ([], ["--json"]):
-        done = run(*command, *options)
-        assert done.returncode == 0, done.stderr
-        assert b"GPUs" in done.stdout or json.loads(done.stdout)
-    done = run("plan", "größe.yaml")
-    assert (done.returncode, rb"gr\xf6\xdfe.yaml" in done.stderr) == (2, True), done.stderr
+        code, out, error = run(*command, *options)
+        assert code == 0, error
+        assert b"GPUs" in out or json.loads(out)
+    code, _, error = run("plan", "größe.yaml")
+    assert (code, rb"gr\xf6\xdfe.yaml" in error) == (2, True), error
 
 
 def test_plan_scale_estimates_each_size_without_a_service(service, spec_file):

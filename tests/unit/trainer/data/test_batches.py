@@ -167,11 +167,12 @@ def test_windows_are_decoded_ahead_in_the_order_in_which_they_are_needed(
 def test_closing_early_ends_the_threads(make_spec, train, monkeypatch):
     monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
     monkeypatch.setattr(reader, "CACHE_BYTES", 0)
+    before = {*threading.enumerate()}  # of other tests
     batches = TrainBatches(train, make_spec(epochs=1000), rank=0, world_size=1)
     next(batches)
     for _ in range(2):
         batches.close()
-    names = [thread.name for thread in threading.enumerate()]
+    names = [thread.name for thread in {*threading.enumerate()} - before]
     assert not [name for name in names if name.startswith(("batches", "decode"))]
     assert list(batches) == []
 

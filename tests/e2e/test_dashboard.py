@@ -172,10 +172,7 @@ def test_jobs_are_found_selected_and_compared(
     expect(page.locator(".compared tbody tr")).to_have_count(1)
     page.goto(f"/dashboard/compare?jobs={','.join(f'job-{number}' for number in range(21))}")
     expect(page.get_by_text("Only the first 20 are compared")).to_be_visible()
-
-
-def test_an_address_with_half_a_filter_says_what_is_wrong_with_it(page: Page, running: Job) -> None:
-    page.goto("/dashboard/?metric=a%3C")
+    page.goto("/dashboard/?metric=a%3C")  # half a filter
     expect(page.get_by_text("as in validation/rmse<0.9")).to_be_visible()
     expect(page.get_by_text("No job matches")).to_be_visible()
     expect(page.get_by_text("No jobs yet")).not_to_be_visible()
@@ -183,7 +180,7 @@ def test_an_address_with_half_a_filter_says_what_is_wrong_with_it(page: Page, ru
     expect(page.get_by_role("row").filter(has_text=running.id)).to_be_visible(timeout=LIVE_MS)
 
 
-def test_two_quick_clicks_turn_one_page_and_the_way_back_is_one_click(
+def test_two_quick_clicks_turn_one_page_the_way_back_is_one_click_and_the_theme_is_remembered(
     page: Page, dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     latest, clicked = ListFeed.latest, threading.Event()
@@ -206,6 +203,8 @@ def test_two_quick_clicks_turn_one_page_and_the_way_back_is_one_click(
     expect(rows).to_have_count(1, timeout=LIVE_MS)
     page.get_by_role("button", name="Newer").click()
     expect(rows).to_have_count(PAGE_SIZE, timeout=LIVE_MS)
+    page.reload()
+    expect(page.locator("body.body--dark")).to_be_visible()
 
 
 def test_pages_say_why_they_cannot_be_read_while_the_store_is_away(
@@ -519,15 +518,13 @@ def test_a_job_is_paused_by_a_button_and_stopped_by_another_which_asks_first(
     assert dashboard.woken.is_set()
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["jobs/job-unknown", "no/such/page", "sweeps/%3F", "new?source=.", "new?source={job}/logs"],
-)
-def test_what_does_not_exist_is_a_friendly_404(page: Page, running: Job, path: str) -> None:
-    answer = page.goto(f"/dashboard/{path.format(job=running.id)}")
-    assert answer.status == 404
-    page.get_by_role("link", name="See all jobs").click()
-    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+def test_what_does_not_exist_is_a_friendly_404(page: Page, running: Job) -> None:
+    sources = ("new?source=.", f"new?source={running.id}/logs")
+    for path in ("jobs/job-unknown", "no/such/page", "sweeps/%3F", *sources):
+        answer = page.goto(f"/dashboard/{path}")
+        assert answer.status == 404, path
+        page.get_by_role("link", name="See all jobs").click()
+        expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
 
 
 def test_a_phone_needs_no_sideways_scrolling(
@@ -569,15 +566,6 @@ def test_a_page_whose_storage_hangs_says_so_follows_the_job_and_shows_logs_once_
     answers.set()
     expect(page.locator(".log-lines")).to_contain_text("step 40 loss", timeout=LIVE_MS)
     expect(fault).not_to_be_visible(timeout=LIVE_MS)
-
-
-def test_the_theme_switch_is_remembered(page: Page) -> None:
-    page.goto("/dashboard/")
-    switch = page.get_by_role("button", name="Switch theme")
-    switch.click()
-    expect(page.locator("body.body--dark")).to_be_visible()
-    page.reload()
-    expect(page.locator("body.body--dark")).to_be_visible()
 
 
 @pytest.mark.slow

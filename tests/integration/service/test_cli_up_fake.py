@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from service.cli.main import build_app
-from service.local.processes import is_alive
+from service.local.processes import ProcessId, is_alive
 from service.local.state import StackHome
 from tests.harness.builders import spec_document
 from tests.harness.processes import if_killed
@@ -57,17 +57,23 @@ class Shell:
             finally:
                 process.kill()
 
-    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        with self.start(*arguments) as process:
-            stdout, stderr = process.communicate(timeout=scaled(60))
-        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+    def __call__(self, *arguments: str) -> Result:
+        """Run a command to its end; in this process, as one of its own takes seconds to start."""
+        environment = {**dict.fromkeys(os.environ, None), **self.environment}
+        return CliRunner().invoke(build_app(), list(arguments), env=environment)
 
     def read(self, *arguments: str) -> str:
-        """What a command prints that only reads; it runs in this process, which takes 1 s less."""
-        environment = {**dict.fromkeys(os.environ, None), **self.environment}
-        done = CliRunner().invoke(build_app(), list(arguments), env=environment)
+        """What a command prints that does well."""
+        done = self(*arguments)
         assert (done.exit_code, done.stderr) == (0, ""), done.output
         return done.stdout
+
+
+def service_of(shell: Shell) -> ProcessId:
+    """The process of a stack that has no other."""
+    state = StackHome(shell.home).read_state()
+    assert state is not None and state.service is not None and state.ray is None
+    return state.service
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +82,11 @@ def shardloom(tmp_path_factory):
     shell = Shell(tmp_path_factory.mktemp("home"), free_port())
     with if_killed([sys.executable, "-m", "service.cli", "down"], shell.environment):
         done = shell("up", "--detach")
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
         yield shell
-        shell("down")
+        service = service_of(shell)
+        assert "service ended" in shell("down").stdout
+        assert not is_alive(service)
 
 
 @pytest.fixture
@@ -97,7 +105,7 @@ def wait_until_starting(shardloom: Shell, job: str) -> None:
 
 def test_a_second_up_says_that_it_is_up_already(shardloom):
     done = shardloom("up")
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert "already up" in done.stdout
     assert f"http://127.0.0.1:{shardloom.port}" in done.stdout
 
@@ -148,41 +156,30 @@ def test_ctrl_c_detaches_and_the_job_goes_on(shardloom, spec_file):
 
 def test_another_stack_on_the_same_port_is_refused(shardloom, tmp_path):
     done = Shell(tmp_path / "other-home", shardloom.port)("up", "--detach")
-    assert done.returncode == 3
+    assert done.exit_code == 3
     assert f"port {shardloom.port} is in use" in done.stderr
     assert f"--port {shardloom.port + 1}" in done.stderr
 
 
-def test_a_service_without_access_control_says_so_and_down_ends_it_once(tmp_path):
+def test_a_service_without_access_control_says_so_and_stops_with_ctrl_c(tmp_path):
     shardloom = Shell(tmp_path / "home", free_port())
-    with if_killed([sys.executable, "-m", "service.cli", "down"], shardloom.environment):
-        done = shardloom("up", "--detach", "--no-auth")
-        assert done.returncode == 0
-        assert "login?code" not in done.stdout
+    with shardloom.start("up", "--no-auth") as stack:
+        assert stack.stdout is not None
+        for line in stack.stdout:
+            assert "login?code" not in line
+            if "Ctrl-C" in line:
+                break
         url = f"http://127.0.0.1:{shardloom.port}"
         assert httpx.get(f"{url}/v1/jobs").status_code == 200
         log = (shardloom.home / "logs" / "service.log").read_text()
         assert "whoever is on this machine may use the service" in log
-        state = StackHome(shardloom.home).read_state()
-        assert state.ray is None
-        assert "service ended" in shardloom("down").stdout
-        assert not is_alive(state.service)
-    # Without a stack that is another one's service, where this machine has one at port 8700.
-    down, status = shardloom("down"), shardloom("status", "--url", url, "--json")
-    assert (down.returncode, down.stdout) == (0, "nothing was running\n")
-    assert (status.returncode, json.loads(status.stdout)["service_alive"]) == (3, False)
-
-
-def test_up_in_the_foreground_stops_with_ctrl_c(tmp_path):
-    shardloom = Shell(tmp_path / "home", free_port())
-    with shardloom.start("up") as stack:
-        assert stack.stdout is not None
-        for line in stack.stdout:
-            if "Ctrl-C" in line:
-                break
-        state = StackHome(shardloom.home).read_state()
-        assert is_alive(state.service)
+        service = service_of(shardloom)
+        assert is_alive(service)
         stack.send_signal(signal.SIGINT)
         stack.communicate(timeout=scaled(60))
     assert stack.returncode == 0
-    assert not is_alive(state.service)
+    assert not is_alive(service)
+    # Without a stack that is another one's service, where this machine has one at port 8700.
+    down, status = shardloom("down"), shardloom("status", "--url", url, "--json")
+    assert (down.exit_code, down.stdout) == (0, "nothing was running\n")
+    assert (status.exit_code, json.loads(status.stdout)["service_alive"]) == (3, False)

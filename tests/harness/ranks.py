@@ -38,6 +38,7 @@ FORK_SERVER = multiprocessing.get_context("forkserver")
 """Starts every process of ranks and coordinators: what they import, it has imported once."""
 FORK_SERVER.set_forkserver_preload(
     [
+        "pandas",  # pyarrow imports it at the first array
         "torchrec",
         "trainer.training.worker",
         "trainer.elastic.group_session",

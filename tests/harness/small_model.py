@@ -120,6 +120,7 @@ def spec_of(case: Case) -> JobSpec:
         "workers": case.world_size,
         "shard_group_size": case.shard_group_size,
         "placement": case.placement,
+        "planner": {"bandwidths": "default"},
         "dense": "every_step",
         "sync": {"every_steps": case.sync_every},
     }

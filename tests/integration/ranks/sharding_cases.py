@@ -86,6 +86,7 @@ class ShardingCase:
             "workers": self.world_size,
             "shard_group_size": self.shard_group_size,
             "placement": self.placement,
+            "planner": {"bandwidths": "default"},
             "moment_scale": self.moment_scale,
             "dense": self.dense,
             "sync": sync if self.world_size > self.shard_group_size else None,

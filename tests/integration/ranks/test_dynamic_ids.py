@@ -22,8 +22,6 @@ NUM_ROWS = 64
 # A table of pooled features, and one of a sequence.
 DYNAMIC = (
     "parallelism.sync=null",
-    # Measured ones make another plan now and then, and with it other initial weights.
-    "parallelism.planner.bandwidths=default",
     f"embedding_tables[1]={{name: movies, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "
     "dynamic: {eviction: distance_lfu, eviction_interval: 3, num_buckets: 4}}",
     f"embedding_tables[4]={{name: liked_movies, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "

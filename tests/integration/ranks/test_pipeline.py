@@ -27,12 +27,11 @@ from trainer.training.worker import train
 
 # Validations and saves fall between steps.
 BETWEEN = (
-    "training.max_steps=17",
+    "training.max_steps=9",
     "training.validate_every_steps=4",
     "checkpoint.every_steps=8",
     "training.accumulate_steps=2",
     "training.report_every_steps=2",
-    "parallelism.planner.bandwidths=default",
 )
 CASES = {
     "1D": (1, "parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null"),
@@ -121,7 +120,7 @@ def test_a_batch_that_is_taken_back_on_its_way_leaves_no_trace(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     size = ("parallelism.workers=2", "parallelism.shard_group_size=2", "parallelism.sync=null")
-    config = make_config(small_movielens, tmp_path, *size, "parallelism.planner.bandwidths=default")
+    config = make_config(small_movielens, tmp_path, *size)
     calls = [(train_leases, config, is_ahead) for is_ahead in (None, False)]
     for ahead, plain in zip(*run_in_turn(2, *calls), strict=True):
         assert (ahead.pop("num_sent"), plain.pop("num_sent")) == (1, 0)

@@ -30,6 +30,7 @@ from trainer.protocol.worker_config import WorkerConfig
 from trainer.training.worker import train
 
 SHORT = ("training.max_steps=20", "checkpoint.every_steps=20", "training.validate_every_steps=20")
+IN_SHARDS = ("parallelism.workers=2", "parallelism.shard_group_size=2", "parallelism.sync=null")
 
 
 def train_and_predict(config: WorkerConfig) -> dict[str, Any]:
@@ -83,8 +84,8 @@ def inputs_of(folder: Path, table: pa.Table) -> list[dict[str, Any]]:
 def test_a_trained_job_is_exported_and_served_with_the_same_predictions(
     small_movielens: Path, tmp_path: Path
 ) -> None:
-    config = make_config(small_movielens, tmp_path / "run", *SHORT)
-    ranks = run_ranks(train_and_predict, 4, config)
+    config = make_config(small_movielens, tmp_path / "run", *SHORT, *IN_SHARDS)
+    ranks = run_ranks(train_and_predict, 2, config)
     spec_path = RunDir(tmp_path / "run").attempt("job-test-a0").spec_path
     spec_path.write_text(config.spec.model_dump_json())
     folder = tmp_path / "out"

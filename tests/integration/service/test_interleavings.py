@@ -33,7 +33,7 @@ from tests.harness.killed_service import Stepping
 NUM_REPLICAS = 2
 NUM_STEPS = 120
 SEEDS_OF_A_TEST = 50
-SEEDS_IN_TEST = 200
+SEEDS_IN_TEST = 100
 COURSES = (
     ("pending", "running", "running", "succeeded"),
     ("pending", "running", "failed"),
@@ -206,5 +206,5 @@ def test_two_replicas_on_postgresql_never_harm_a_job(
     postgresql: PostgresqlServer, tmp_path: Path
 ) -> None:
     store = JobStore.open(postgresql.migrated_database())
-    _play_all(store, tmp_path, range(1000, 1040))
+    _play_all(store, tmp_path, range(1000, 1025))
     store.close()

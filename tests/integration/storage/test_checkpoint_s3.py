@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.harness.object_store import Faults, ObjectStore
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import FORK_SERVER, run_ranks
 from tests.harness.wait import scaled
 from tests.integration.ranks.checkpoint_cases import (
     Sharding,
@@ -259,7 +258,7 @@ def test_a_save_that_was_killed_in_the_middle_counts_for_nothing_and_is_cleared_
     store, run_dir
 ):
     arguments = (store.environment, run_dir, store.url("runs"))
-    process = multiprocessing.get_context("spawn").Process(target=die_in_the_middle, args=arguments)
+    process = FORK_SERVER.Process(target=die_in_the_middle, args=arguments)
     process.start()
     try:
         process.join(scaled(180))

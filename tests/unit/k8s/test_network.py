@@ -93,11 +93,8 @@ def test_every_pod_is_closed_but_for_what_a_policy_of_its_own_allows(variant: st
             continue  # it talks to nobody
         selectors = [each["spec"]["podSelector"] for each in policies]
         assert any(each and selects(each, labels) for each in selectors), component
-
-
-@every_variant
-def test_every_rule_says_who_is_at_the_other_end(variant: str) -> None:
-    for policy in _policies(variant):
+    for policy in policies:
+        # Every rule says who is at the other end.
         for rule in policy["spec"].get("ingress", []):
             assert rule["from"]
         for rule in policy["spec"].get("egress", []):

@@ -68,16 +68,12 @@ def _pods_of_ray(cluster: Manifest) -> list[Manifest]:
 
 
 @every_variant
-def test_objects_of_kubernetes_are_valid(variant: str) -> None:
+def test_objects_of_kubernetes_and_of_kuberay_are_valid(variant: str) -> None:
     known = [
         m for m in build(variant) if not m["apiVersion"].startswith((*_WITHOUT_SCHEMA, "ray.io/"))
     ]
     for manifest, version in product([*known, *_pods_of_ray(ray_cluster(variant))], VERSIONS):
         _check_kubernetes(manifest, version)
-
-
-@every_variant
-def test_ray_cluster_is_valid_by_its_crd(variant: str) -> None:
     _check_ray_cluster(ray_cluster(variant))
 
 

@@ -39,6 +39,8 @@ SMALL = (
     f"checkpoint.every_steps={CHECKPOINT_EVERY}",
 )
 LONG = (*SMALL, "training.epochs=3", "training.report_every_steps=1")
+# As many steps, with half of the processes to start.
+TWO_WORKERS = ("parallelism.workers=2", "parallelism.shard_group_size=1", "data.batch_size=64")
 
 
 def assert_whole(stack: Stack, job: JobDetail) -> None:
@@ -181,20 +183,19 @@ def check_what_was_told(stack: Stack, job: JobDetail) -> None:
     """All that a trained job tells: layout, metrics, plans, checkpoints, logs."""
     assert_whole(stack, job)
     started = stack.timeline(job.id, "workers_started")[0]
-    assert started["sharding_groups"] == [[0, 2], [1, 3]]
-    assert started["replica_groups"] == [[0, 1], [2, 3]]
+    assert started["sharding_groups"] == [[0], [1]]
+    assert started["replica_groups"] == [[0, 1]]
     assert job.latest_metrics["validation/rmse"] < 1.2
     names = set(stack.client.metrics(job.id).names)
     assert {"speed/rows_per_s", "sync/time_s", "balance/lookup", "balance/gradient"} <= names
     assert {f"phase/{phase}_s" for phase in PHASES} <= names
     plans = {plan["name"]: plan for plan in started["tables"]}
     assert plans.keys() == {table.name for table in job.spec.embedding_tables}
-    assert {shard["position"] for shard in plans["liked_movies"]["shards"]} == {0, 1}
     checkpoints = stack.client.checkpoints(job.id)
     assert checkpoints[-1].step == job.progress.total_steps
     assert any(checkpoint.is_best for checkpoint in checkpoints)
     logs = stack.client.logs(job.id)
-    assert {"driver", "rank-0", "rank-3"} <= set(logs.sources)
+    assert {"driver", "rank-0", "rank-1"} <= set(logs.sources)
     assert any(f"step {job.progress.total_steps}/" in line.text for line in logs.lines)
 
 
@@ -216,11 +217,12 @@ def submitted(stack: Stack, data: Path, *overrides: str) -> subprocess.Popen[str
 def test_one_job_outlives_worker_controller_driver_and_service_and_the_next_finds_warm_workers(
     stack: Stack, small_movielens: Path, spoiled_movielens: Path
 ) -> None:
-    all_room = "resources.cpus_per_worker=2"  # nothing that is dead may keep any
-    with submitted(stack, small_movielens, *LONG, "name=outlives", all_room) as command:
+    all_room = "resources.cpus_per_worker=4"  # nothing that is dead may keep any
+    settings = (*LONG, *TWO_WORKERS, "name=outlives", all_room)
+    with submitted(stack, small_movielens, *settings) as command:
         job = wait_for(lambda: next(stack.client.iter_jobs(name="outlives"), None), "the job")
         before_worker = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
-        os.kill(stack.pid(before_worker, "rank-3"), signal.SIGKILL)
+        os.kill(stack.pid(before_worker, "rank-1"), signal.SIGKILL)
         wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 2, "new workers", 120)
         before_controller = stack.wait_for_step(job.id, 2 * CHECKPOINT_EVERY + 5)
         (controller,) = _processes_of_ray(stack, "ray::TrainController")
@@ -257,15 +259,15 @@ def test_one_job_outlives_worker_controller_driver_and_service_and_the_next_find
     def idle() -> set[int]:
         return _processes_of_ray(stack, "ray::IDLE")
 
-    warm = wait_for(lambda: idle() if len(idle()) >= 4 else None, "workers for the next job", 60)
-    with submitted(stack, spoiled_movielens, *SMALL) as command:
+    warm = wait_for(lambda: idle() if len(idle()) >= 2 else None, "workers for the next job", 60)
+    with submitted(stack, spoiled_movielens, *SMALL, *TWO_WORKERS) as command:
         _, messages = command.communicate(timeout=scaled(180))
     assert command.returncode == 1
     assert "part-00000.parquet, row 5, column 'rating'" in messages
     failed = stack.client.get_job(next(stack.client.iter_jobs(statuses=[JobStatus.FAILED])).id)
     assert failed.reason is EndReason.DATA_ERROR
     assert failed.num_attempts == 1
-    assert {stack.pid(failed, f"rank-{rank}") for rank in range(4)} <= warm
+    assert {stack.pid(failed, f"rank-{rank}") for rank in range(2)} <= warm
 
 
 def test_groups_that_are_failure_domains_train_on_ray(stack: Stack, small_movielens: Path) -> None:

@@ -96,6 +96,13 @@ def test_a_fault_there_is_raised_here_and_others_go_on(
         assert next(leased)[0].weight.sum() == 10
 
 
+def test_a_worker_and_its_reader_load_torch_but_neither_ray_nor_what_plots(process) -> None:
+    watched = ["torch", "torchrec", "ray", "matplotlib", "rfc3987_syntax"]
+    loaded = f"[name for name in {watched} if name in __import__('sys').modules]"
+    found = process.make(eval, f"__import__('trainer.training.worker') and {loaded}")
+    assert process.call(found, "copy") == ["torch", "torchrec"]
+
+
 def test_its_end_is_told_and_it_does_not_outlive_who_started_it(make_spec, train, process) -> None:
     ended = ReaderProcess()
     ended._process.kill()

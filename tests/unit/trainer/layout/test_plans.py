@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -147,6 +148,7 @@ def test_a_spec_that_may_have_no_layout_is_told_why() -> None:
 
 
 def test_a_tuned_interval_is_planned_where_it_would_settle_with_room_for_the_longest() -> None:
+    @cache
     def planned(every_steps: int | str) -> dict[tuple[Any, ...], Candidate]:
         sync = {"every_steps": every_steps, "tuner": {"max_steps": 128}}
         sizes = AUTO | {"sync": sync, "dense": "every_step"}

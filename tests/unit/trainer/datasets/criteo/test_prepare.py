@@ -178,7 +178,7 @@ def test_compressed_files_and_those_of_windows_give_the_same_rows(days, whole, t
 def test_a_killed_preparation_goes_on_to_the_same_bytes(
     days, whole, tmp_path, before_parts, killed_at, folder
 ):
-    out, made = tmp_path / "out", []
+    out, made = tmp_path / "out", list[str]()
     with killed_at(folder, 3):
         prepared(days, out)
     assert not out.exists()

@@ -63,6 +63,20 @@ def test_what_a_run_left_that_was_killed_at_its_very_end_is_removed(tmp_path, mo
     assert (out / "part.txt").read_text() == "new"
 
 
+def test_what_a_kill_leaves_without_a_journal_is_cleared_and_what_is_not_ours_spared(tmp_path):
+    out, working = tmp_path / "out", tmp_path / ".out.partial"
+    for left in ("scratch/units/00000.arrow", ".journal.jsonl.0a1b2c3d.partial", "thesis.txt"):
+        (working / left).parent.mkdir(parents=True, exist_ok=True)
+        (working / left).write_text("half")
+        if left == "thesis.txt":
+            with pytest.raises(OutputExistsError, match="not ours to empty"):
+                prepare(out)
+            assert (working / left).exists()
+        else:
+            prepare(out, overwrite=True)
+            assert list(tmp_path.iterdir()) == [out]
+
+
 def test_unfinished_work_that_is_to_replace_a_folder_is_no_leftover(tmp_path, monkeypatch):
     out = tmp_path / "out"
     prepare(out, "old")

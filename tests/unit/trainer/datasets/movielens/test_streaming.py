@@ -19,7 +19,6 @@ from trainer.data.manifest import load_manifest
 from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 from trainer.datasets.movielens.rows import COLUMN_TYPES
 from trainer.datasets.movielens.statistics import Moments, find_cut, mark_validation
-from trainer.errors import OutputExistsError
 
 IN_UNITS = MovieLensOptions(unit_rows=300, num_partitions=5, row_group_rows=64)
 
@@ -154,22 +153,6 @@ def test_another_input_starts_anew(csv_folder, tmp_path, killed_at):
     for out in ("out", "fresh"):
         prepare_movielens(source, tmp_path / out, options=IN_UNITS)
     assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
-
-
-def test_what_a_kill_leaves_without_a_journal_is_cleared_and_what_is_not_ours_spared(
-    csv_folder, whole, tmp_path
-):
-    working = tmp_path / ".out.partial"
-    for left in ("scratch/units/00000.arrow", ".journal.jsonl.0a1b2c3d.partial", "thesis.txt"):
-        (working / left).parent.mkdir(parents=True, exist_ok=True)
-        (working / left).write_text("half")
-        if left == "thesis.txt":
-            with pytest.raises(OutputExistsError, match="not ours to empty"):
-                prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
-            assert (working / left).exists()
-        else:
-            prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS, overwrite=True)
-            assert digest(tmp_path / "out") == digest(whole)
 
 
 @given(TIMED, st.sampled_from([0.0, 0.1, 0.25, 0.5]), st.integers(1, 4), st.integers(0, 40))

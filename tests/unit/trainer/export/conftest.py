@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.trainer.export.export_case import make_spec, write_data, write_run
-from trainer.export.exporter import export
+from trainer.export.__main__ import main
+from trainer.export.predict import Predictor
 from trainer.export.report import Report
+from trainer.export.requests import ask_for
 from trainer.protocol.run_dir import RunDir
 
 Exports = Callable[[Any], tuple[Path, Report]]
@@ -36,15 +38,18 @@ def run_dir(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.fixture(scope="session")
-def exports(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Exports:
-    """A function that gives the export of step 20 in a quantisation, and its report."""
+def exports(run_dir: RunDir) -> Exports:
+    """A function that gives the export of step 20 in a quantisation, and its report.
+
+    Made as it is asked for by the service and by drivers.
+    """
     made: dict[Any, tuple[Path, Report]] = {}
 
     def exported(quantize: Any) -> tuple[Path, Report]:
         if quantize not in made:
-            folder = tmp_path_factory.mktemp("exports") / quantize
-            report = export(run_dir, folder, quantize=quantize)
-            made[quantize] = folder, report
+            folder = ask_for(run_dir, "newest", quantize)
+            assert main(["--request", str(folder.root)]) == 0, folder.message
+            made[quantize] = folder.artifact, Report.model_validate(folder.read_report())
         return made[quantize]
 
     return exported
@@ -53,3 +58,8 @@ def exports(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Export
 @pytest.fixture(scope="session")
 def exported(exports: Exports) -> Path:
     return exports("int8")[0]
+
+
+@pytest.fixture(scope="session")
+def predictor(exported: Path) -> Predictor:
+    return Predictor(exported)

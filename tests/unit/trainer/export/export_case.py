@@ -21,6 +21,7 @@ from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
 NUM_IDS = 40
+NUM_TAGS = 40_000
 NUM_ROWS = 90
 CPU = torch.device("cpu")
 WORDS = ("red", "green", "blue")
@@ -44,7 +45,7 @@ def spec_document(data: Path, **changes: Any) -> dict[str, Any]:
         ],
         "embedding_tables": [
             {"name": "users", "embedding_dim": 8, "num_embeddings": NUM_IDS},
-            {"name": "tags", "embedding_dim": 8, "num_embeddings": NUM_IDS, "pooling": "mean"},
+            {"name": "tags", "embedding_dim": 8, "num_embeddings": NUM_TAGS, "pooling": "mean"},
             {"name": "colours", "embedding_dim": 8, "num_embeddings": 16},
             {"name": "movies", "embedding_dim": 8, "num_embeddings": NUM_IDS},
         ],

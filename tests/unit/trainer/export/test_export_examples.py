@@ -40,15 +40,15 @@ def exported_error(run_dir: RunDir, folder: Path) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["movielens-transformer", "movielens-sequence"])
 def test_an_example_is_exported_with_the_predictions_of_its_model(
-    small_movielens: Path, tmp_path: Path, name: str
+    prepared: Path, tmp_path: Path, name: str
 ) -> None:
-    run_dir = write_run(tmp_path / "run", example(name, small_movielens), 5)
+    run_dir = write_run(tmp_path / "run", example(name, prepared), 5)
     assert exported_error(run_dir, tmp_path / "out") < 1e-5
 
 
 @pytest.fixture
 def with_code(
-    small_movielens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[RunDir, Path]]:
     """A run of code that reads a file beside it, and the archive of that code in its folder."""
     source = shutil.copytree(CODE, tmp_path / "src")
@@ -56,7 +56,7 @@ def with_code(
     with (source / "two_towers" / "__init__.py").open("a") as file:
         file.write("import pathlib\n(pathlib.Path(__file__).parent / 'words.txt').read_text()\n")
     archive = pack(source)
-    spec = example("movielens-module", small_movielens, f"model.code={id_of(archive)}")
+    spec = example("movielens-module", prepared, f"model.code={id_of(archive)}")
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(source))
         run_dir = write_run(tmp_path / "run", spec, 5)

@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.unit.trainer.export.export_case import make_spec, write_data, write_run
+from tests.unit.trainer.export.export_case import make_spec
 from trainer.export.__main__ import main
-from trainer.export.artifact import read_manifest, write_manifest
+from trainer.export.artifact import write_manifest
 from trainer.export.requests import (
     ExportFolder,
     ask_for,
@@ -81,39 +84,32 @@ def test_one_process_at_a_time_works_on_an_export(tmp_path: Path) -> None:
     assert folder.status == "succeeded"
 
 
-def test_an_export_that_fails_at_the_end_of_a_job_is_told_in_its_timeline(
+def test_what_becomes_of_the_export_that_a_job_asks_for_is_told_in_its_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(folder: ExportFolder) -> None:
-        folder.fail("no checkpoint yet")
+    def run(happens: Callable[[ExportFolder], object], command: list[str], **_: object) -> object:
+        assert command[:-1] == [sys.executable, "-m", "trainer.export", "--request"]
+        happens(ExportFolder(Path(command[-1])))
+        return SimpleNamespace(returncode=9)
 
-    monkeypatch.setattr("trainer.export.requests._run", fails)
-    spec = make_spec(tmp_path, export={"on_success": True, "checkpoint": "best"})
-    told = []
+    told: list[Any] = []
     export_on_success(make_spec(tmp_path), RunDir(tmp_path), told.append)
     assert told == [] and not (tmp_path / "exports").exists(), "none was asked for"
-    export_on_success(spec, RunDir(tmp_path), told.append)
-    assert [note.level for note in told] == ["info", "error"]
-    assert "no checkpoint yet" in told[-1].message
-    (folder,) = list_exports(RunDir(tmp_path))
-    assert (folder.status, folder.wanted.checkpoint) == ("failed", "best")
-    # A job whose export is deleted meanwhile says so.
-    monkeypatch.setattr("trainer.export.requests._run", ExportFolder.mark_deleted)
-    export_on_success(spec, RunDir(tmp_path), told.append)
-    assert [note.level for note in told[2:]] == ["info", "info"]
-    assert "was deleted before it was done" in told[-1].message
-
-
-def test_a_job_that_asks_for_an_export_has_one_when_it_has_ended(tmp_path: Path) -> None:
-    wanted = {"on_success": True, "quantize": "none"}
-    spec = make_spec(write_data(tmp_path / "data"), export=wanted)
-    run_dir = write_run(tmp_path / "run", spec, 3)
-    told = []
-    export_on_success(spec, run_dir, told.append)
-    assert [note.level for note in told] == ["info", "info"]
-    (folder,) = list_exports(run_dir)
-    assert (folder.status, read_manifest(folder.artifact).quantize) == ("succeeded", "none")
-    assert folder.id in told[-1].message
+    spec = make_spec(tmp_path, export={"on_success": True, "checkpoint": "best"})
+    for happens, level, said in (
+        (finish, "info", "export x-"),
+        (lambda folder: folder.fail("no checkpoint yet"), "error", "failed: no checkpoint yet"),
+        (lambda folder: None, "error", "ended with code 9; export.log says more"),
+        (ExportFolder.mark_deleted, "info", "was deleted before it was done"),
+    ):
+        told.clear()
+        monkeypatch.setattr(subprocess, "run", partial(run, happens))
+        export_on_success(spec, RunDir(tmp_path), told.append)
+        assert [note.level for note in told] == ["info", level]
+        assert said in told[-1].message
+    folders = list_exports(RunDir(tmp_path))
+    assert [folder.status for folder in folders] == ["succeeded", "failed", "failed"]
+    assert {folder.wanted.checkpoint for folder in folders} == {"best"}
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from tests.harness.files import Call
 from tests.unit.trainer.export.conftest import Exports
 from tests.unit.trainer.export.export_case import (
+    NUM_TAGS,
     make_spec,
     random_model,
     rows,
@@ -40,7 +41,7 @@ from trainer.export.artifact import (
     read_manifest,
     write_manifest,
 )
-from trainer.export.exporter import export
+from trainer.export.exporter import export, with_data
 from trainer.export.load import (
     check_memory,
     find_checkpoint,
@@ -79,8 +80,8 @@ def trainers(spec: JobSpec, seed: int) -> dict[str, Any]:
     return in_own_unit(outputs_of(random_model(spec, seed), decoded, spec), decoded, spec)
 
 
-# By how much a prediction may be off.
-_MOST = {"none": 1e-5, "fp16": 2e-3, "int8": 3e-2}
+# By how much a prediction may be off, and bytes of a row of 8: those of int8 are filled up to 16.
+_FORMS = {"none": (1e-5, 32), "fp16": (2e-3, 16), "int8": (3e-2, 16)}
 
 
 @pytest.mark.parametrize("quantize", get_args(Quantization))
@@ -91,16 +92,17 @@ def test_an_export_predicts_what_the_model_of_the_checkpoint_does(
     wanted = trainers(make_spec(data), 20)["stars"]
     found = Predictor(folder).predict(rows())["stars"]
     assert wanted.std() > 0.1
-    error = np.abs(found - wanted).max()
-    assert error <= _MOST[quantize]
+    error, (most, row_bytes) = np.abs(found - wanted).max(), _FORMS[quantize]
+    assert error <= most
     assert report.tasks["stars"].max_abs_error == pytest.approx(error, abs=1e-6)
     assert report.program_error is not None
     assert report.program_error < 1e-5
     assert report.num_rows == len(rows())
+    assert 1 < report.program_bytes / (NUM_TAGS * row_bytes) < 1.7, "each table is written once"
 
 
-def test_a_row_at_a_time_is_predicted_like_all_at_once(exported: Path) -> None:
-    predictor, table = Predictor(exported), rows()
+def test_a_row_at_a_time_is_predicted_like_all_at_once(predictor: Predictor) -> None:
+    table = rows()
     whole = predictor.predict(table)["stars"]
     names = [each["name"] for each in predictor.features["inputs"]]
     dicts = table.select(names).to_pylist()
@@ -109,20 +111,19 @@ def test_a_row_at_a_time_is_predicted_like_all_at_once(exported: Path) -> None:
     assert len(predictor.predict([])["stars"]) == 0
 
 
-AWAY = "s3://bucket/gone?endpoint_override=http://127.0.0.1:9&region=us-east-1"
-
-
-@pytest.mark.parametrize(("data_type", "path"), [("fp32", "/data/gone"), ("fp16", AWAY)])
 def test_tasks_of_dcn_v2_come_in_their_own_units_and_need_no_data_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_type: str, path: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gone: Any = tmp_path / "gone"
+    assert "gone" in with_data(make_spec(gone))[1][0]
+    away: Any = "s3://bucket/gone?endpoint_override=http://127.0.0.1:9&region=us-east-1"
     monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
     monkeypatch.setattr("trainer.storage._MAX_ATTEMPTS", 1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     tables = spec_document(tmp_path)["embedding_tables"]
-    tables = [table | {"data_type": data_type} for table in tables]
-    spec = make_spec(path, model=DCN, embedding_tables=tables)
+    tables = [table | {"data_type": "fp16"} for table in tables]
+    spec = make_spec(away, model=DCN, embedding_tables=tables)
     report = export(write_run(tmp_path / "run", spec, 3), tmp_path / "out")
     assert report.not_measured is not None
     assert "gone" in report.notes[0]
@@ -136,29 +137,9 @@ def test_tasks_of_dcn_v2_come_in_their_own_units_and_need_no_data_of_the_job(
         np.testing.assert_allclose(values, wanted[task], rtol=0, atol=3e-2)
 
 
-def test_a_probability_is_compared_with_the_class_by_the_weights_of_training(
-    data: Path, tmp_path: Path
-) -> None:
-    document = spec_document(data, model=DCN)
-    document["data"]["weight_column"] = "price"
-    run_dir = write_run(tmp_path / "run", validate_spec(document), 3)
-    report = export(run_dir, tmp_path / "out", quantize="none")
-    predictor, table = Predictor(tmp_path / "out"), rows()
-    assert {"mean", "spread"} == {"mean", "spread", "low", "gap"} & set(
-        predictor.features["example"]
-    )
-    found = predictor.predict(table)["liked"].astype(np.float64)
-    is_liked = table["liked"].to_numpy() > 0
-    losses = -np.log(np.where(is_liked, found, 1 - found))
-    wanted = np.average(losses, weights=table["price"].to_numpy())
-    assert report.tasks["liked"].export_metric == pytest.approx(wanted, abs=1e-6)
-    assert report.tasks["liked"].trainer_metric == pytest.approx(wanted, abs=1e-4)
-
-
 def test_what_is_missing_from_a_row_is_an_empty_list_an_unknown_value_or_a_fault(
-    exported: Path,
+    predictor: Predictor,
 ) -> None:
-    predictor = Predictor(exported)
     row = {"age": 1.0, "user": 3, "mean": 3.0, "spread": 1.0}
     full = row | {"price": None, "tags": [], "tag_weights": [], "colour": None, "seen": None}
     assert predictor.predict([row]) == predictor.predict([full])
@@ -167,9 +148,8 @@ def test_what_is_missing_from_a_row_is_an_empty_list_an_unknown_value_or_a_fault
         predictor.predict([full, row])
 
 
-def test_a_bad_value_names_its_row_and_column(exported: Path) -> None:
+def test_a_bad_value_names_its_row_and_column(predictor: Predictor) -> None:
     good = {"age": 1.0, "user": 3, "colour": "red", "mean": 3.0, "spread": 1.0}
-    predictor = Predictor(exported)
     for column, values in {
         "user": (40, -1, "3", 1.5, True, 2**64),
         "seen": ([1, "2"], [1.5]),
@@ -236,7 +216,7 @@ def test_a_damaged_checkpoint_is_never_exported(data: Path, tmp_path: Path) -> N
 
 def test_tables_that_do_not_fit_are_refused_before_anything_is_read(data: Path) -> None:
     spec = make_spec(data)
-    needed = 9 * 8 * (3 * 40 + 16)
+    needed = 9 * 8 * (2 * 40 + 16 + NUM_TAGS)
     check_memory(spec, "int8", needed)
     with pytest.raises(ExportError, match="more memory"):
         check_memory(spec, "int8", needed - 1)
@@ -322,10 +302,6 @@ def _pickled_constant(records: dict[str, bytes], call: bytes, ran: Path) -> None
     records[CONSTANTS] = json.dumps(config).encode()
 
 
-def _pickled_examples(records: dict[str, bytes], call: bytes, ran: Path) -> None:
-    records["archive/data/sample_inputs/model.pt"] = call
-
-
 def _evaluated_size(records: dict[str, bytes], call: bytes, ran: Path) -> None:
     size = json.dumps({"expr_str": f"__import__('pathlib').Path('{ran}').touch()"})
     first = re.search(rb'{"expr_str": "[^"]*"', records[MODEL])
@@ -353,7 +329,8 @@ def _operator_that_writes(records: dict[str, bytes], call: bytes, ran: Path) -> 
     records[MODEL] = json.dumps(program).encode()
 
 
-def _guard(records: dict[str, bytes], call: bytes, ran: Path) -> None:
+def _pickled_examples_and_a_guard(records: dict[str, bytes], call: bytes, ran: Path) -> None:
+    records["archive/data/sample_inputs/model.pt"] = call
     guard = f"__import__('pathlib').Path('{ran}').touch() is None"
     program = json.loads(records[MODEL]) | {"guards_code": [guard]}
     records[MODEL] = json.dumps(program).encode()
@@ -363,10 +340,9 @@ def _guard(records: dict[str, bytes], call: bytes, ran: Path) -> None:
     ("edit", "refusal"),
     [
         (_pickled_constant, r"pickled objects \(data/constants/"),
-        (_pickled_examples, None),
         (_evaluated_size, "__import__"),
         (_operator_that_writes, r"torch\.ops\.aten\.from_file"),
-        (_guard, None),
+        (_pickled_examples_and_a_guard, None),
     ],
 )
 def test_a_program_runs_no_code_but_its_operators(
@@ -394,8 +370,8 @@ def test_a_program_runs_no_code_but_its_operators(
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table, Report]:
-    """An export whose model cuts a score into buckets; training leaves one of its rows out, and
-    a file that is damaged."""
+    """An export whose model cuts a score into buckets, with the rows that training weighs and the
+    report; training leaves out the fourth row, and a file that is damaged."""
     folder = tmp_path_factory.mktemp("scored")
     values = pa.array([3.3, 0.7, 2.0, 3.4] * 10, pa.float32())
     table = rows(len(values)).append_column("score", values)
@@ -408,8 +384,8 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table, Re
     content = bytearray((folder / "data" / "validation" / "part-0.parquet").read_bytes())
     content[4:100] = bytes(96)
     (folder / "data" / "validation" / "part-1.parquet").write_bytes(content)
-    document = spec_document(folder / "data")
-    document["data"]["on_bad_rows"] = "quarantine"
+    document = spec_document(folder / "data", model=DCN)
+    document["data"] |= {"on_bad_rows": "quarantine", "weight_column": "price"}
     document["features"].append({"name": "raw_score", "type": "dense", "column": "score"})
     score = {"name": "score", "type": "id", "table": "users"}
     document["features"].append(score | {"bucketize": {"boundaries": [0.7, 3.3]}})
@@ -435,7 +411,18 @@ def test_a_number_sent_as_json_falls_into_the_bucket_of_training(scored: Any) ->
         predictor.predict([dicts[0] | {"score": None}])
 
 
-def test_rows_that_training_leaves_out_are_not_compared(scored: Any) -> None:
-    _, table, report = scored
+def test_a_probability_is_compared_with_the_class_by_the_weights_of_training(scored: Any) -> None:
+    folder, table, report = scored
     assert (report.not_measured, report.num_rows) == (None, len(table) - 1)
     assert report.tasks["stars"].max_abs_error < 1e-5
+    predictor = Predictor(folder)
+    assert {"mean", "spread"} == {"mean", "spread", "low", "gap"} & set(
+        predictor.features["example"]
+    )
+    kept = table.filter(pa.array([row != 3 for row in range(len(table))]))
+    found = predictor.predict(kept)["liked"].astype(np.float64)
+    is_liked = kept["liked"].to_numpy() > 0
+    losses = -np.log(np.where(is_liked, found, 1 - found))
+    wanted = np.average(losses, weights=kept["price"].to_numpy())
+    assert report.tasks["liked"].export_metric == pytest.approx(wanted, abs=1e-6)
+    assert report.tasks["liked"].trainer_metric == pytest.approx(wanted, abs=1e-4)

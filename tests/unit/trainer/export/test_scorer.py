@@ -23,18 +23,18 @@ def http(exported: Path) -> TestClient:
     return TestClient(create_scorer(exported))
 
 
-def test_a_batch_is_scored_in_order(http: TestClient, exported: Path) -> None:
+def test_a_batch_is_scored_in_order(http: TestClient, predictor: Predictor) -> None:
     names = [each["name"] for each in http.get("/v1/model").json()["inputs"]]
     table = rows(30).select(names)
     answer = http.post("/v1/predict", json={"rows": table.to_pylist()}).json()
-    wanted = Predictor(exported).predict(table)["stars"]
+    wanted = predictor.predict(table)["stars"]
     assert [row["stars"] for row in answer["predictions"]] == pytest.approx(wanted.tolist())
     model = {"job": "tiny", "checkpoint": "step-00000020-a0-r0", "step": 20, "quantize": "int8"}
     assert answer["model"] == model
 
 
 def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(
-    http: TestClient, exported: Path
+    http: TestClient, predictor: Predictor
 ) -> None:
     by_id = [GOOD | {"user": 3}, GOOD | {"user": 0}, GOOD | {"user": 1, "seen": [2, 0]}]
     raw = [GOOD | {"user": "cid"}, GOOD | {"user": "zoe"}, GOOD | {"user": "ann"}]
@@ -45,7 +45,7 @@ def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(
     assert answer["predictions"] == wanted["predictions"]
     # A table may have columns that no feature reads.
     table = pa.Table.from_pylist([{"seen": None, "note": "new"} | row for row in raw])
-    found = Predictor(exported).predict(table, columns)["stars"].tolist()
+    found = predictor.predict(table, columns)["stars"].tolist()
     assert found == pytest.approx([row["stars"] for row in wanted["predictions"]])
 
 

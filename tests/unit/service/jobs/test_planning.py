@@ -366,9 +366,14 @@ def test_a_plan_takes_none_of_the_threads_of_the_api(
 
 
 def test_a_caller_who_hangs_up_ends_the_process(
-    api: Api, planning: Callable[[str], Script]
+    api: Api, planning: Callable[[str], Script], tmp_path: Path
 ) -> None:
-    script = planning(HANGS)
+    # One that is still being loaded would outlive its caller.
+    asked = tmp_path / "asked"
+    script = planning(
+        "import pathlib, sys, time; print(flush=True); sys.stdin.readline(); "
+        f"pathlib.Path({str(asked)!r}).touch(); time.sleep(600)"
+    )
     body = json.dumps({"spec": spec_document(parallelism=AUTOMATIC), "cluster": CPU}).encode()
     sent: list[Any] = []
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -376,7 +381,7 @@ def test_a_caller_who_hangs_up_ends_the_process(
     async def receive() -> Any:
         if messages:
             return messages.pop(0)
-        while not script.processes:
+        while not asked.exists():
             await asyncio.sleep(0.01)
         return {"type": "http.disconnect"}
 

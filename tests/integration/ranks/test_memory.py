@@ -29,7 +29,8 @@ from trainer.parallel.sync import build_sync
 from trainer.spec.job import JobSpec
 from trainer.training.worker import layout_of
 
-NUM_TABLES, NUM_ROWS, DIM = 2, 200_000, 64
+# Large enough that the buffers of the chunks under way, up to 60 MB, are within what is RESERVED.
+NUM_TABLES, NUM_ROWS, DIM = 2, 600_000, 64
 BATCH_SIZE, NUM_STEPS = 4096, 17
 # Of a worker's memory, as by default; and what ids and activations are of tables, in TorchRec's
 # estimate.
@@ -40,7 +41,7 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 def spec_with(
     sync: dict[str, Any], memory_bytes: int | None = None, num_rows: int = NUM_ROWS
 ) -> JobSpec:
-    """Two copies of two tables, 104 MB with their moments, on workers of so much memory."""
+    """Two copies of two tables, 312 MB with their moments, on workers of so much memory."""
     names = [f"table_{number}" for number in range(NUM_TABLES)]
     table = {"num_embeddings": num_rows, "embedding_dim": DIM}
     return dlrm_spec(

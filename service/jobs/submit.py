@@ -263,7 +263,7 @@ def check_places(spec: JobSpec) -> None:
     """Raise `SpecError` for what a job would leave on a disk of one of its hosts."""
     message = (
         "hosts share no folder here (SHARDLOOM_RUNS_SHARED), so files would be lost: name object "
-        "storage or a server, or leave this section out"
+        "storage or a server, where this field takes one, or leave this section out"
     )
     local = {field for field, path in paths_of(spec, written=True).items() if not is_remote(path)}
     # Without a path checkpoints are on the service's own root, other files in the run folder.

@@ -48,7 +48,7 @@ def prepare(source: Path, out: Path, style: Style) -> None:
     frame = _with_user_labels(frame)
     frame = _with_past(frame)
     frame = _with_histories(frame, style)
-    frame = _with_standardised(frame)
+    frame = _with_known_numbers(frame)
     _write(frame, out)
 
 
@@ -202,13 +202,10 @@ def _pairs_of(user: pd.DataFrame, style: Style) -> Iterable[tuple[int, float]]:
     return ((int(row["movie_id"]), row["residual"]) for _, row in user.iterrows())
 
 
-def _with_standardised(frame: pd.DataFrame) -> pd.DataFrame:
-    names = ["year", "movie_age", "movie_popularity", "movie_past_mean"]
-    names += ["movie_others_mean", "movie_others_count"]
-    for name in [*names, "user_activity", "user_past_mean", "user_genre_past_mean"]:
-        fitted = frame.loc[~frame["is_validation"], name]
-        spread = fitted.std(ddof=0)
-        frame[name] = ((frame[name] - fitted.mean()) / (spread or 1.0)).fillna(0)
+def _with_known_numbers(frame: pd.DataFrame) -> pd.DataFrame:
+    """Movies without a year have the mean of the training rows, and so has their age."""
+    for name in ["year", "movie_age"]:
+        frame[name] = frame[name].fillna(frame.loc[~frame["is_validation"], name].mean())
     return frame
 
 

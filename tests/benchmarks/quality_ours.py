@@ -23,14 +23,13 @@ import torch.distributed as dist
 from tests.benchmarks.quality_data import FloatArray
 from tests.benchmarks.report import BenchmarkError
 from trainer.data.batches import Batch
-from trainer.data.manifest import load_manifest
+from trainer.data.inputs import resolve_inputs
 from trainer.data.ragged import IntArray
 from trainer.parallel.mesh import build_groups
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import apply_overrides, parse_document
-from trainer.spec.resolve import size_tables
 from trainer.training.session import Session
 from trainer.training.worker import layout_of, train
 
@@ -56,7 +55,7 @@ def job_spec(path: Path, prepared: Path, overrides: Sequence[str]) -> JobSpec:
         parse_document(path.read_text()),
         [*_SINGLE_PROCESS, f"data.path={prepared}", *overrides],
     )
-    return size_tables(validate_spec(document), load_manifest(prepared).vocab_sizes)
+    return resolve_inputs(validate_spec(document))
 
 
 @contextmanager

@@ -16,13 +16,12 @@ from torchrec import KeyedJaggedTensor
 
 from tests.harness.small_model import plain_batch
 from trainer.data.batches import Batch
-from trainer.data.manifest import load_manifest
+from trainer.data.inputs import resolve_inputs
 from trainer.datasets.movielens.prepare import prepare_movielens
 from trainer.datasets.movielens.synthetic import generate_movielens
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import apply_overrides, parse_document
-from trainer.spec.resolve import size_tables
 
 EXAMPLE_SPEC = Path(__file__).parents[2] / "examples" / "movielens.yaml"
 NUM_RATINGS = 100_000
@@ -76,9 +75,8 @@ def job_document(name: str, data: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def resolved_spec(document: dict[str, Any]) -> JobSpec:
-    """The checked spec of a document with its table sizes taken from the data."""
-    spec = validate_spec(document)
-    return size_tables(spec, load_manifest(Path(spec.data.path)).vocab_sizes)
+    """The checked spec of a document with table sizes and statistics taken from the data."""
+    return resolve_inputs(validate_spec(document))
 
 
 NUM_DENSE = 13

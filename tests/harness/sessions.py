@@ -16,7 +16,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
 from trainer.spec.job import JobSpec
-from trainer.spec.resolve import size_tables
+from trainer.spec.resolve import fill_statistics, size_tables
 from trainer.training.session import Session
 from trainer.training.worker import groups_of, layout_of, run_worker, train
 
@@ -39,8 +39,9 @@ def make_config(data: Path, run_dir: Path, *overrides: str, run_index: int = 0) 
 def config_of(
     spec: JobSpec, run_dir: Path, run_index: int = 0, data: Path | None = None
 ) -> WorkerConfig:
-    """A job whose tables are as large as the vocabularies of `data`, by default its own."""
-    resolved = size_tables(spec, load_manifest(data or Path(spec.data.path)).vocab_sizes)
+    """A job with table sizes and statistics from the manifest of `data`, by default its own."""
+    manifest = load_manifest(data or Path(spec.data.path))
+    resolved = fill_statistics(size_tables(spec, manifest.vocab_sizes), manifest.statistics)
     return WorkerConfig(resolved, run_dir, "job-test-a0", run_index, token=TOKEN)
 
 

@@ -34,9 +34,10 @@ def resolve_inputs(spec: JobSpec, warn: Callable[[str], None] = logger.warning) 
     }
     spec = size_tables(spec, vocab_sizes, read_sizes)
     check_sizes(spec, vocab_sizes, read_sizes)
-    for warning in _short_histories(spec, manifest.options if manifest else {}):
-        warn(warning)
     statistics = manifest.statistics if manifest else {}
+    warnings = _short_histories(spec, manifest.options if manifest else {})
+    for warning in (*warnings, *_unscaled(spec, statistics)):
+        warn(warning)
     return fill_statistics(spec, _measured(spec, statistics) | statistics)
 
 
@@ -55,6 +56,21 @@ def _short_histories(spec: JobSpec, options: Mapping[str, object]) -> list[str]:
         and feature.type == "sequence"
         and feature.source_column.startswith("history_")
         and (feature.max_length or 0) > kept
+    ]
+
+
+def _unscaled(spec: JobSpec, statistics: Mapping[str, float]) -> list[str]:
+    """A warning of numbers that the manifest could scale; earlier versions stored them scaled."""
+    names = [
+        feature.name
+        for feature in spec.dense_features
+        if feature.transform == "none" and f"{feature.source_column}_std" in statistics
+    ]
+    if not names:
+        return []
+    return [
+        f"dense features are read as they are stored, not scaled: {', '.join(names)}; set their "
+        "transform to standardise, which takes mean and deviation from the manifest"
     ]
 
 

@@ -212,8 +212,9 @@ def dense_values(
         numbers = np.where(np.isnan(numbers), numbers.dtype.type(feature.missing), numbers)
     if feature.transform == "log1p":
         numbers = np.copysign(np.log1p(np.abs(numbers)), numbers)
-    elif is_wide:
-        numbers = ((numbers - (feature.mean or 0.0)) / (feature.std or 1.0)).astype(np.float32)
+    elif feature.transform == "standardise":
+        assert feature.mean is not None and feature.std is not None, "statistics are filled in"
+        numbers = ((numbers - feature.mean) / feature.std).astype(np.float32)
     return numbers
 
 
@@ -256,10 +257,6 @@ class Moments:
     def std(self) -> float:
         """The same, but 1 where the values are all alike but for rounding."""
         return self.deviation if self.deviation > _MIN_SPREAD else 1.0
-
-    def standardise(self, values: NDArray) -> NDArray[np.float32]:
-        """Shift and scale values by these moments; NaN (missing) becomes 0."""
-        return np.nan_to_num((values - self.mean) / self.std).astype(np.float32)
 
 
 def splitmix64(words: _WordArray) -> _WordArray:

@@ -108,7 +108,7 @@ def _vocabulary_rows(sizes: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def show_summary(folder: object, manifest: Manifest) -> None:
-    """Print rows, vocabularies and statistics of a prepared folder."""
+    """Print rows, vocabularies and statistics of a prepared folder, but those of columns."""
     table = Table("what", "value", title=escape(f"{manifest.source} in {folder}"))
     for name, split in manifest.splits.items():
         size_mb = sum(file.size_bytes for file in split.files) / 1e6
@@ -118,7 +118,8 @@ def show_summary(folder: object, manifest: Manifest) -> None:
     for name, text in _vocabulary_rows(sizes):
         table.add_row(name, text)
     for name, value in manifest.statistics.items():
-        table.add_row(name.replace("_", " "), f"{value:.4f}")
+        if name.rpartition("_")[0] not in manifest.columns:
+            table.add_row(name.replace("_", " "), f"{value:.4f}")
     for name, count in manifest.counts.items():
         table.add_row(name.replace("_", " "), str(count))
     console = Console()

@@ -86,6 +86,8 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
             continue
         notes += [f"{column.name}: {doubt}" for doubt in _doubts(column)]
         feature, num_rows = _feature(column, sizes)
+        if manifest and f"{column.name}_std" in manifest.statistics:
+            feature["transform"] = "standardise"
         features.append(feature)
         if num_rows is not None:
             if not re.fullmatch(IDENTIFIER_PATTERN, feature["table"]):  # too long

@@ -91,7 +91,7 @@ def pieces_of(rows: range, rows_of_units: IntArray) -> list[tuple[int, int, int]
 
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
-_VERSION = 7
+_VERSION = 8
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
@@ -280,6 +280,7 @@ class _Preparation:
                 "global_std": statistics.overall.std,
                 "baseline_global_mean_rmse": statistics.global_mean_rmse,
                 "baseline_user_movie_bias_rmse": statistics.bias_rmse,
+                **rows.statistics,
             },
             vocabularies={
                 name: self.staging.vocabulary(

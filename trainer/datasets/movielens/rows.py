@@ -87,7 +87,7 @@ _UNIX_EPOCH_YEAR = 1970
 def dense_of_users(
     ratings: Ratings, history: UserHistory, catalogue: Catalogue
 ) -> dict[str, NDArray]:
-    """Dense features, before they are standardised, that need a user's ratings only.
+    """Dense features that need a user's ratings only; NaN where the movie's year is unknown.
 
     `ratings.movie` holds positions in `catalogue`.
     """
@@ -104,7 +104,7 @@ def dense_of_users(
 
 
 def dense_of_movies(history: MovieHistory) -> dict[str, NDArray]:
-    """Dense features, before they are standardised, that need a movie's ratings by anybody."""
+    """Dense features that need a movie's ratings by anybody."""
     return {"movie_popularity": np.log1p(history.count), "movie_past_mean": history.mean}
 
 
@@ -281,6 +281,14 @@ class UnitRows:
     folds: MovieFolds
     moments: Mapping[str, Moments]
 
+    @property
+    def statistics(self) -> dict[str, float]:
+        """By which a spec's `transform: standardise` shifts and scales each dense feature."""
+        found: dict[str, float] = {}
+        for name, moments in sorted(self.moments.items()):
+            found |= {f"{name}_mean": moments.mean, f"{name}_std": moments.std}
+        return found
+
     @cached_property
     def _unit(self) -> Callable[[int], tuple[RowBuilder, dict[SplitName, IntArray]]]:
         return lru_cache(_UNITS_IN_MEMORY)(self._make_unit)
@@ -302,7 +310,10 @@ class UnitRows:
         numbers: dict[str, NDArray] = {
             "user_id": fitted.user_index[ratings.user],
             "movie_id": movie_index,
-            **{name: self.moments[name].standardise(values) for name, values in dense.items()},
+            **{
+                name: np.where(np.isnan(values), self.moments[name].mean, values)
+                for name, values in dense.items()
+            },
             "rating": ratings.stars.astype(np.float32),
             "user_mean": offset.astype(np.float32),
             "user_scale": scale.astype(np.float32),

@@ -174,6 +174,7 @@ def test_lists_times_and_parts_of_the_label_have_their_place(prepared, tmp_path)
     spec = spec_of(report, tmp_path)
     types = {feature.name: feature.type for feature in spec.features}
     assert types["genres"] == "id_list" and types["user_id"] == "id" and types["year"] == "dense"
+    assert all(feature.transform == "standardise" for feature in spec.dense_features)
     assert not {"timestamp", "user_mean", "rating", "history_ratings"} & set(types)
     assert report.suggestion.label == "rating" and report.suggestion.loss == "mse"
     assert any(note.startswith("timestamp: left out") for note in report.suggestion.notes)

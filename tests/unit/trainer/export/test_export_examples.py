@@ -14,6 +14,7 @@ from tests.unit.trainer.export.export_case import write_run
 from trainer.data.inputs import resolve_inputs
 from trainer.export.artifact import ExportError
 from trainer.export.exporter import export
+from trainer.export.predict import Predictor
 from trainer.protocol.code_archive import id_of, pack
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import load_spec
@@ -75,6 +76,10 @@ def test_a_module_of_the_users_own_is_exported_from_the_code_that_came_with_the_
 ) -> None:
     before = list(sys.path)
     assert exported_error(with_code[0], tmp_path / "out") < 1e-5
+    # A row as it would be prepared is scaled as training scaled it.
+    predictor = Predictor(tmp_path / "out")
+    row = predictor.features["example"] | {"year": 1995.0}
+    assert abs(predictor.decode([row]).dense[0, 0]) < 4
     assert "shardloom-code-" in str(sys.modules["two_towers"].__file__)
     assert sys.path == before
 

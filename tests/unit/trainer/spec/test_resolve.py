@@ -134,10 +134,20 @@ def test_means_and_deviations_come_from_the_manifest_or_the_spec(make_spec):
 
 
 def test_means_and_deviations_that_nobody_knows_are_measured(make_spec, prepared):
-    found = resolve_inputs(with_standardised(make_spec())).features[0]
-    years = pl.read_parquet(prepared / "train" / "*.parquet")["year"].cast(pl.Float64)
-    assert found.mean == pytest.approx(years.mean())
-    assert found.std == pytest.approx(years.std(ddof=0))
+    spec = with_standardised(make_spec(), {"column": "user_scale"})
+    found = resolve_inputs(spec).features[0]
+    scales = pl.read_parquet(prepared / "train" / "*.parquet")["user_scale"].cast(pl.Float64)
+    assert found.mean == pytest.approx(scales.mean())
+    assert found.std == pytest.approx(scales.std(ddof=0))
+
+
+def test_numbers_that_the_manifest_could_scale_and_the_spec_does_not_are_warned_of(make_spec):
+    told: list[str] = []
+    found = resolve_inputs(with_standardised(make_spec()), told.append).features[0]
+    assert 1900 < found.mean < 2030
+    assert told == []
+    resolve_inputs(make_spec(), told.append)
+    assert len(told) == 1 and "not scaled: year, user_activity; set their transform" in told[0]
 
 
 def test_large_numbers_with_gaps_are_measured_exactly(tmp_path):
@@ -165,6 +175,7 @@ def test_a_sequence_longer_than_the_prepared_histories_is_warned_of(make_spec):
     for max_length in (10, 11):
         features = [*document["features"], seen | {"max_length": max_length}]
         resolve_inputs(validate_spec(document | {"features": features}), told.append)
+    told = [warning for warning in told if "max_length" in warning]
     assert len(told) == 1
     assert "max_length is 11" in told[0] and "at most 10 movies" in told[0]
 

@@ -142,8 +142,9 @@ def test_labels_can_be_relative_to_all_training_ratings_of_the_user(tiny, tmp_pa
 def test_missing_years_and_genres_are_neutral(tiny, tmp_path):
     prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
     untitled = rows_of(tmp_path / "out", "train").filter(pl.col("movie_id") == 3)
-    assert untitled["year"].to_list() == [0.0, 0.0]
-    assert untitled["movie_age"].to_list() == [0.0, 0.0]
+    statistics = load_manifest(tmp_path / "out").statistics
+    for name in ("year", "movie_age"):
+        assert untitled[name].to_list() == pytest.approx([statistics[f"{name}_mean"]] * 2)
     assert untitled["genres"].to_list() == [[], []]
 
 
@@ -154,12 +155,14 @@ def test_a_user_who_always_gives_the_same_stars_has_a_positive_scale(tiny, tmp_p
     assert (rows_of(tmp_path / "out", "train")["user_scale"] > 0).all()
 
 
-def test_dense_columns_are_standardised_over_training(prepared):
-    train = rows_of(prepared, "train")
-    user = ["user_activity", "user_past_mean"]
-    for name in ["year", "movie_age", "movie_popularity", "movie_past_mean", *user]:
-        assert train[name].mean() == pytest.approx(0, abs=1e-4)
-        assert train[name].std() == pytest.approx(1, abs=1e-2)
+def test_dense_columns_are_stored_as_they_are_with_their_moments_over_training(prepared):
+    train, statistics = rows_of(prepared, "train"), load_manifest(prepared).statistics
+    names = [name.removesuffix("_std") for name in statistics if name != "global_std"]
+    names = [name for name in names if f"{name}_std" in statistics]
+    assert len(names) == 9 and train["year"].is_between(1900, 2030).all()
+    for name in names:
+        assert train[name].mean() == pytest.approx(statistics[f"{name}_mean"], abs=1e-4)
+        assert train[name].std(ddof=0) == pytest.approx(statistics[f"{name}_std"], rel=1e-4)
 
 
 def test_a_fault_leaves_nothing_behind(tiny, tmp_path):

@@ -193,7 +193,8 @@ def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_l
         store.get_attempt(attempt.id)
     except AttemptNotFound:
         store.update_job(job, attempt=attempt)
-    collector.collect(attempt.job_id, attempt.index)
+    while collector.collect(attempt.job_id, attempt.index):
+        pass
     told = store.get_attempt(attempt.id)
     if may_live or told.end_reason is not None:
         return

@@ -285,11 +285,16 @@ def test_documents_are_bounded_more_tightly_than_archives_of_code(api: Api) -> N
     problem_in(api.http.post("/v1/code", content=large), 422, "invalid_request")
 
 
-def test_an_outbox_that_grows_while_it_is_read_is_read_to_where_it_ended(house: House) -> None:
+def test_an_outbox_is_read_a_record_at_a_time_where_they_are_large_and_to_where_it_ended(
+    house: House,
+) -> None:
     job = house.submit("running", "failed")
     house.poll()
     line = metrics(1, train_loss=0.5).model_dump_json() + "\n"
     path = house.leave(job)
+    path.write_text(("x" * (3 << 20) + "\n") * 2)
+    told = [batch.events for batch in unread_batches(house.files(job), {}, NOW)]
+    assert [len(events) for events in told if events] == [1, 1]
     path.write_text(line * 100)
     batches = unread_batches(house.files(job), {}, NOW)
     for found in batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from dataclasses import replace
@@ -253,6 +254,43 @@ def test_an_attempt_that_never_was_leaves_the_rewind_to_the_next(house: House) -
     refused = house.store.get_job(job.id)
     assert (refused.status, refused.message) == (JobStatus.FAILED, "no such environment")
     assert refused.resume_from is not None
+
+
+def test_a_large_outbox_is_stored_in_portions_for_which_what_is_stored_does_not_count(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = house.submit("running", "failed", max_failures=0)
+    house.poll()
+    saved = [checkpoint(step) for step in range(20)]
+    num_bytes = house.leave(job, *saved[:16], stream="workers-0").stat().st_size
+    house.leave(job, *saved[16:], stream="workers-1")
+    monkeypatch.setattr(outbox, "_PORTION_BYTES", num_bytes // 3)
+    monkeypatch.setattr(outbox, "_PIECE_BYTES", 100)
+    for num_stored, wait_s in ((5, LATE_RECORDS_S), (10, 10.0), (15, 10.0), (20, 10.0)):
+        house.poll(2)
+        assert len(house.store.list_checkpoints(job.id)) == num_stored
+        house.now += wait_s
+    assert house.store.attempts_to_collect(house.now) == []
+
+
+def test_an_outbox_without_an_end_of_a_line_or_of_what_is_stored_holds_nobody_up(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = house.submit("running", "failed", max_failures=0)
+    house.poll()
+    house.store.append_events(f"{job.id}-a0", batch(checkpoint(1), stream="workers-0"), house.now)
+    os.truncate(house.leave(job, stream="workers-0"), 1 << 40)
+    monkeypatch.setattr(outbox, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(outbox, "_MAX_PIECES", 4)
+    house.poll(2)
+    assert house.status(job) is JobStatus.FAILED
+    assert "the stream is too long" in caplog.text
+    house.now += LATE_RECORDS_S
+    os.truncate(house.leave(job), 1 << 40)
+    monkeypatch.setattr(outbox, "_PORTION_BYTES", 1 << 24)
+    house.poll()
+    assert "behind an endless line" in caplog.text
+    assert house.store.attempts_to_collect(house.now + 3600) == []
 
 
 def test_late_records_are_collected_again_after_a_failure_or_a_restart(

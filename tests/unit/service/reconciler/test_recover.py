@@ -17,6 +17,7 @@ from service.domain.models import EndReason, Job, JobStatus
 from service.jobs import run_storage
 from service.jobs.actions import cancel_job, restart_job
 from service.jobs.run_storage import run_dir_of
+from service.reconciler import outbox
 from service.reconciler.outbox import OutboxCollector
 from service.reconciler.recover import Recovery, recover_jobs
 from tests.harness.builders import attempt_ended, checkpoint, metrics, workers_lost, workers_started
@@ -47,9 +48,12 @@ def trained(house: House, *observations: str) -> Job:
 
 
 def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
-    house: House, empty: House
+    house: House, empty: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = trained(house, "running")
+    # Of any number of records: each portion has one.
+    num_bytes = house.files(job).stream_path("workers-0").stat().st_size
+    monkeypatch.setattr(outbox, "_PORTION_BYTES", num_bytes - 1)
     found = recover(empty)
     assert found.recovered == [job.id]
     empty.poll(3)

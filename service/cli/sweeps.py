@@ -76,7 +76,8 @@ def sweep(
         bool | None,
         typer.Option(
             "--maximize/--minimize",
-            help="Whether more of the metric is better; by default so for auc and the like.",
+            help="Whether more of the metric is better, or less; by default more of auc and the "
+            "like, what is nearest to 1 of calibration, less of others.",
         ),
     ] = None,
     search: Annotated[Search, typer.Option(help="tpe, random or grid.")] = "tpe",

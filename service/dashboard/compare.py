@@ -21,7 +21,7 @@ from service.db.jobs import JobStore
 from service.domain.auth import Principal
 from service.domain.membership import sizes_of_job
 from service.domain.models import Attempt, Job, MetricPoint
-from service.domain.sweeps import direction_of
+from service.domain.sweeps import direction_of, loss_of
 from service.errors import JobNotFound, StoreUnavailable
 from service.jobs.submit import find_job
 from service.schemas import wording
@@ -76,10 +76,9 @@ def places(compared: Compared, points: Sequence[MetricPoint], axis: str) -> list
 
 def best_of(name: str, points: Sequence[MetricPoint]) -> float | None:
     """The best finite value of a metric, over all of its points."""
-    is_greater = direction_of(name) == "maximize"
-    values = [point.max if is_greater else point.min for point in points]
+    values = [value for point in points for value in (point.min, point.max)]
     finite = [value for value in values if math.isfinite(value)]
-    return (max if is_greater else min)(finite, default=None)
+    return min(finite, key=partial(loss_of, direction_of(name)), default=None)
 
 
 def default_metrics(jobs: Sequence[Job]) -> list[str]:

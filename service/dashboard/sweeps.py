@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from nicegui import ui
@@ -16,7 +17,7 @@ from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import MOUNT_PATH, link_button, page_frame, panel
 from service.dashboard.spec_text import flow
 from service.domain.auth import Role
-from service.domain.sweeps import SweepStatus
+from service.domain.sweeps import SweepStatus, loss_of
 from service.schemas import wording
 from service.schemas.sweeps import Search, SweepDetail, SweepSummary, parameter_of
 from trainer.spec.job import JobSpec
@@ -260,14 +261,13 @@ def value_options(found: SweepDetail) -> dict[str, Any]:
     """A point for each trial's newest value, and the best so far as a line of steps."""
     points: list[list[float]] = []
     best: list[list[float]] = []
-    is_less_better = found.direction == "minimize"
     for trial in found.trials:
         if trial.value is None or not trial.has_value:
             continue
         points.append([trial.number, trial.value])
         known = best[-1][1] if best else trial.value
-        choose = min if is_less_better else max
-        best.append([trial.number, choose(known, trial.value)])
+        better = min(known, trial.value, key=partial(loss_of, found.direction))
+        best.append([trial.number, better])
     axis = {
         "axisLabel": charts.AXIS_LABEL,
         "nameTextStyle": charts.AXIS_LABEL,
@@ -312,6 +312,10 @@ def parallel_options(found: SweepDetail) -> dict[str, Any]:
     ]
     values = [trial.value for trial in shown if trial.value is not None]
     good, bad = charts.GOOD, charts.FAINT
+    colours = [good, bad] if found.direction == "minimize" else [bad, good]
+    if found.direction == "approach_one":
+        values += [2 - value for value in values]  # so that 1 is in the middle
+        colours = [bad, good, bad]
     return {
         "animation": False,
         "parallel": {"left": 40, "right": 64, "top": 32, "bottom": 24},
@@ -324,7 +328,7 @@ def parallel_options(found: SweepDetail) -> dict[str, Any]:
             "dimension": len(axes) - 1,
             "min": min(values, default=0.0),
             "max": max(values, default=1.0),
-            "inRange": {"color": [good, bad] if found.direction == "minimize" else [bad, good]},
+            "inRange": {"color": colours},
         },
         "series": [{"type": "parallel", "smooth": True, "lineStyle": _LINE, "data": data}],
     }

@@ -23,8 +23,9 @@ from pydantic import ConfigDict, Field
 
 from service.domain.models import DEFAULT_PROJECT, Job, JobStatus
 
-Direction = Literal["minimize", "maximize"]
-# Of metrics whose names begin so, a greater value is better; of all others a smaller one.
+Direction = Literal["minimize", "maximize", "approach_one"]
+# Of metrics whose names begin so, a greater value is better; of calibration the one nearest to 1,
+# as for the best checkpoint; of all others a smaller one.
 _GREATER_IS_BETTER = ("auc", "accuracy", "ndcg", "recall", "rows_per_s", "steps_per_s")
 # A sweep of which so many trials failed, and none did not, is faulty itself.
 MAX_FAILURES = 5
@@ -33,7 +34,20 @@ MAX_FAILURES = 5
 def direction_of(metric: str) -> Direction:
     """Which values of a metric are the better ones, by its name."""
     name = metric.rpartition("/")[2]
+    if name == "calibration":
+        return "approach_one"
     return "maximize" if name.startswith(_GREATER_IS_BETTER) else "minimize"
+
+
+def loss_of(direction: Direction, value: float) -> float:
+    """What is the smaller the better a value is."""
+    match direction:
+        case "minimize":
+            return value
+        case "maximize":
+            return -value
+        case "approach_one":
+            return abs(value - 1.0)
 
 
 class SweepStatus(StrEnum):
@@ -115,7 +129,7 @@ class Sweep:
         """Whether a value of the metric is better than another; NaN is worse than any number."""
         if math.isnan(value) or math.isnan(other):
             return math.isnan(other) and not math.isnan(value)
-        return value < other if self.direction == "minimize" else value > other
+        return loss_of(self.direction, value) < loss_of(self.direction, other)
 
 
 def new_sweep_id() -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from service.domain.models import JobStatus, Value
-from service.domain.sweeps import Direction, EarlyStopping, Parameter, SweepStatus
+from service.domain.sweeps import Direction, EarlyStopping, Parameter, SweepStatus, loss_of
 from service.schemas.common import ApiModel, RequestModel
 from service.schemas.jobs import Secrets
 from trainer.protocol.events import METRIC_NAME_PATTERN
@@ -101,7 +101,9 @@ class CreateSweep(RequestModel):
     parameters: list[ParameterSpec] = Field(min_length=1, max_length=50)
     metric: MetricName = Field(examples=["validation/ne"])
     direction: Direction | None = Field(
-        default=None, description="By default `maximize` for auc and the like, else `minimize`."
+        default=None,
+        description="By default `maximize` for auc and the like, `approach_one` for calibration, "
+        "else `minimize`.",
     )
     search: Search = "tpe"
     num_trials: int = Field(default=20, ge=1, le=_MAX_TRIALS)
@@ -180,8 +182,9 @@ class SweepDetail(SweepSummary):
     @property
     def ranked(self) -> list[TrialOut]:
         """The trials, best first; those without a value last, in the order of their numbers."""
-        sign = 1.0 if self.direction == "minimize" else -1.0
-        return sorted(
-            self.trials,
-            key=lambda each: (not each.has_value, each.has_value and sign * (each.value or 0.0)),
-        )
+
+        def order(trial: TrialOut) -> tuple[bool, float]:
+            value = trial.value if trial.has_value else None
+            return value is None, loss_of(self.direction, value or 0.0)
+
+        return sorted(self.trials, key=order)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.auth.permissions import paths_of
 from service.domain.models import JobStatus
-from service.domain.sweeps import Observed, Parameter, Sweep
+from service.domain.sweeps import Observed, Parameter, Sweep, loss_of
 from trainer.protocol.events import METRICS
 from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
@@ -51,7 +51,7 @@ def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
         sampler = optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=_NUM_STARTUP_TRIALS, constant_liar=True
         )
-    study = optuna.create_study(direction=sweep.direction, sampler=sampler)
+    study = optuna.create_study(sampler=sampler)  # which minimizes
     space = {each.path: _distribution(each) for each in sweep.parameters}
     for each in trials:
         study.add_trial(_as_known(sweep, each, space))
@@ -96,9 +96,9 @@ def _as_known(
     elif value is None or math.isnan(value):
         outcome = {"state": TrialState.FAIL}
     elif job is not None and job.status is JobStatus.SUCCEEDED:
-        outcome = {"value": value}
+        outcome = {"value": loss_of(sweep.direction, value)}
     else:
-        reached = {job.progress.step if job else 0: value}
+        reached = {job.progress.step if job else 0: loss_of(sweep.direction, value)}
         outcome = {"state": TrialState.PRUNED, "intermediate_values": reached}
     return create_trial(params=params, distributions=dict(space), **outcome)
 

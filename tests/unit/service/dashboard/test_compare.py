@@ -28,10 +28,11 @@ def test_points_stand_by_steps_rows_or_hours() -> None:
 
 
 def test_the_best_value_is_the_least_unless_more_is_better() -> None:
-    assert best_of("validation/rmse", POINTS) == 0.8
+    assert best_of("validation/rmse", POINTS) == 0.7
     assert best_of("validation/auc", POINTS) == 1.0
     assert best_of("validation/auc", ()) is None
-    assert best_of("validation/caucasus/ne", POINTS) == 0.8
+    assert best_of("validation/caucasus/ne", POINTS) == 0.7
+    assert best_of("validation/calibration", POINTS) == 1.0
     assert default_metrics([queued_job()])[:2] == ["validation/rmse", "train/rmse"]
 
 

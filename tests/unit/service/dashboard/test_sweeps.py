@@ -51,6 +51,11 @@ def test_trials_are_ranked_by_value_and_those_without_a_number_come_last() -> No
     assert [trial.number for trial in found.ranked] == [2, 0, 1, 3]
     turned = found.model_copy(update={"direction": "maximize"})
     assert [trial.number for trial in turned.ranked] == [0, 2, 1, 3]
+    nearest = detail(0.2, None, 1.1, 0.98).model_copy(update={"direction": "approach_one"})
+    assert [trial.number for trial in nearest.ranked] == [3, 2, 0, 1]
+    assert value_options(nearest)["series"][1]["data"] == [[0, 0.2], [2, 1.1], [3, 0.98]]
+    colours = parallel_options(nearest)["visualMap"]
+    assert (colours["min"], colours["max"]) == (0.2, 1.8) and len(colours["inRange"]["color"]) == 3
 
 
 def test_the_line_of_the_best_never_gets_worse_and_skips_what_is_no_number() -> None:

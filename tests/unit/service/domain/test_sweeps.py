@@ -19,6 +19,7 @@ from service.domain.sweeps import (
     Trial,
     best_of,
     decide,
+    direction_of,
     num_of_trials,
 )
 from tests.harness.builders import NOW, queued_job
@@ -141,3 +142,14 @@ def test_the_best_trial_has_the_best_value_that_is_a_number():
     assert best is not None
     assert best.trial.number == 0
     assert best_of(SWEEP, [observed(0)]) is None
+
+
+def test_of_calibration_the_trial_nearest_to_1_wins():
+    assert direction_of("validation/click/calibration") == "approach_one"
+    nearest = replace(HALVING, direction="approach_one")
+    trials = [observed(n, value=v, reached=v) for n, v in enumerate((0.2, 0.98, 1.5, math.nan))]
+    best = best_of(nearest, trials)
+    assert best is not None
+    assert best.trial.number == 1
+    stopped = {rung.number for rung in decide(nearest, trials).rungs if rung.stop_at}
+    assert stopped == {2, 3}, "the first came to the comparison alone"

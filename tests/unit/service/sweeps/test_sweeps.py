@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from contextlib import suppress
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -19,12 +20,13 @@ from service.db.sweeps import SweepStore
 from service.domain.auth import Role
 from service.domain.job_filter import JobFilter
 from service.domain.models import JobStatus
+from service.domain.sweeps import Direction, Observed, Parameter, Sweep, Trial
 from service.jobs import submit
 from service.jobs.run_storage import run_dir_of
 from service.sweeps import runner, search
 from service.sweeps.runner import SweepRunner
 from service.sweeps.search import spec_of_trial
-from tests.harness.builders import batch, metrics, spec_document, workers_started
+from tests.harness.builders import batch, metrics, queued_job, spec_document, workers_started
 from tests.harness.clock import FakeClock
 from tests.harness.service import Api, end, problem_in, shardloom
 from trainer.layout.hosts import HostFacts
@@ -189,6 +191,24 @@ def test_the_same_seed_makes_the_same_choices(api, create):
     assert found[0] == found[2]
     assert found[1] == found[3]
     assert len({str(values) for values in found[0]}) == 3
+
+
+def test_suggestions_go_by_how_far_calibration_is_from_1():
+    lr = Parameter("optimizer.sparse.lr", low=0.0, high=1.0)
+    sweep = Sweep("sweep-1", "ratings", {}, (lr,), METRIC, 20, 0.0)
+
+    def suggested(direction: Direction, *values: float) -> dict[str, float]:
+        trials = []
+        for number, value in enumerate(values):
+            trial = Trial(sweep.id, number, {lr.path: number / len(values)}, 0.0)
+            done = replace(queued_job(), status=JobStatus.SUCCEEDED, latest_metrics={METRIC: value})
+            trials.append(Observed(trial, done))
+        return search.suggest(replace(sweep, direction=direction), trials)
+
+    values = [0.2 + 0.1 * number for number in range(16)]
+    found = suggested("approach_one", *values)
+    assert found == suggested("minimize", *(abs(value - 1) for value in values))
+    assert found != suggested("minimize", *values)
 
 
 def test_a_grid_tries_every_point_once(api, create):

@@ -60,6 +60,10 @@ class Backend(Protocol):
     def stop(self, attempt_id: str) -> None:
         """Ask an attempt to end; stopping an ended or unknown one is harmless."""
 
+    def forget(self, attempt_id: str) -> None:
+        """Delete what the backend keeps of an attempt that has ended, if it need not keep it."""
+        return
+
     def check(self) -> str:
         """Return a line about the cluster; raises `BackendUnreachable`."""
 

@@ -24,7 +24,7 @@ _MAX_ERROR_CHARS = 500
 _MAX_LOG_CHARS = 2000
 # Ray tells of 100 unless asked for more, and of no more than this.
 _MAX_NODES = 10_000
-# Of all jobs that it ever ran: each has 20 000 characters of log if it failed.
+# Of all jobs that it ran and that nobody deleted: each has 20 000 characters of log if it failed.
 _MAX_ANSWER_BYTES = 1 << 28
 
 
@@ -84,9 +84,8 @@ class RayJobsBackend(Backend):
     def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
         try:
             response = self._send("GET", "/api/jobs/")
-        except BackendUnreachable as error:
-            away = Observation(ObservedState.UNREACHABLE, str(error))
-            return dict.fromkeys(attempt_ids, away)
+        except BackendUnreachable:
+            return self._unless_away(attempt_ids)
         wanted, infos = set(attempt_ids), _json(response)
         told = {
             str(info["submission_id"]): _observation_of(info)
@@ -95,8 +94,26 @@ class RayJobsBackend(Backend):
         }
         return {name: found for name, found in told.items() if found is not None}
 
+    def _unless_away(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+        """Nothing where Ray answers at all: to list many jobs takes it longer than we wait."""
+        try:
+            self.check()
+        except BackendUnreachable as error:
+            away = Observation(ObservedState.UNREACHABLE, str(error))
+            return dict.fromkeys(attempt_ids, away)
+        return {}
+
     def stop(self, attempt_id: str) -> None:
         response = self._send("POST", f"/api/jobs/{attempt_id}/stop")
+        if not response.is_success and not _is_unknown(attempt_id, response):
+            raise BackendUnreachable(self._strange(response))
+
+    def forget(self, attempt_id: str) -> None:
+        """Delete a submission that ended from what Ray lists; raises for one that has not.
+
+        Not within a second of its end: Ray, which looks for it then, would list it as failed.
+        """
+        response = self._send("DELETE", f"/api/jobs/{attempt_id}")
         if not response.is_success and not _is_unknown(attempt_id, response):
             raise BackendUnreachable(self._strange(response))
 

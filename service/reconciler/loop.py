@@ -43,6 +43,7 @@ from service.domain.models import (
     Job,
     Observation,
     ObservedState,
+    attempt_id,
 )
 from service.errors import (
     BackendUnreachable,
@@ -118,7 +119,7 @@ _MIN_INTERVAL_S = 0.25
 # In each pass, so that replicas that start together share the jobs.
 _MAX_NEW_LEASES = 64
 # From so many attempts on the backend is asked for all at once: Ray's answer holds every job that
-# it ever ran.
+# it ran, others' as well.
 _OBSERVE_ALL_FROM = 16
 _NUM_URGENT_THREADS = 4
 _CLUSTERS = ("shared", "own")
@@ -266,11 +267,19 @@ class Reconciler:
         for job_id, index in self._store.attempts_to_collect(self._clock()):
             name = f"{job_id}, late records of attempt {index}"
             if name not in self._busy:
-                late = self._pools["shared"].submit(self._outboxes.collect_late, job_id, index)
+                late = self._pools["shared"].submit(self._settle, job_id, index)
                 self._busy[name] = late
                 late.add_done_callback(partial(self._release, name))
         if self._housekeeper.take_due():
             self._run_apart("housekeeping", self._housekeeper.run)
+
+    def _settle(self, job_id: str, index: int) -> None:
+        """Take the late records of an attempt; then nobody asks the backend for it any more."""
+        if self._outboxes.collect_late(job_id, index):
+            try:
+                self._backend.forget(attempt_id(job_id, index))
+            except BackendUnreachable as error:  # which then keeps it
+                logger.info("attempt %s: not forgotten: %s", attempt_id(job_id, index), error)
 
     def _run_apart(self, what: str, work: Callable[[], None]) -> None:
         """Begin what goes through all of run storage: it may take hours, or hang."""

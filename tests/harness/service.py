@@ -70,7 +70,7 @@ def run_once(reconciler: Reconciler) -> None:
         if not _rests(job):
             reconciler.reconcile(job.id)
     for job_id, index in store.attempts_to_collect(reconciler._clock()):
-        reconciler._outboxes.collect_late(job_id, index)
+        reconciler._settle(job_id, index)
 
 
 @dataclass

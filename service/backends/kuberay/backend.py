@@ -327,6 +327,11 @@ class KubeRayBackend(Backend):
         if self._shared is not None and not self._is_own.get(attempt_id):
             self._shared.stop(attempt_id)
 
+    def forget(self, attempt_id: str) -> None:
+        """That of the shared cluster; a RayJob that has ended is swept."""
+        if self._shared is not None and not self._is_own.get(attempt_id):
+            self._shared.forget(attempt_id)
+
     def _stop_own(self, rayjob: Manifest) -> None:
         if going_since(rayjob) or (is_over(rayjob) and not is_given_up(rayjob)):
             return
@@ -453,6 +458,10 @@ class IsolatedProjectsBackend(Backend):
     def stop(self, attempt_id: str) -> None:
         for each in self._where(attempt_id):
             each.stop(attempt_id)
+
+    def forget(self, attempt_id: str) -> None:
+        for each in self._where(attempt_id):
+            each.forget(attempt_id)
 
     def check(self) -> str:
         """A line about all; the namespace of one project that is in trouble concerns no other."""

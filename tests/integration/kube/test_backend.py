@@ -600,7 +600,7 @@ class JobsApi:
         job_id = request.url.path.split("/")[3]
         if job_id not in self.jobs:
             return httpx.Response(404, text=f"Job {job_id} does not exist")
-        if request.url.path.endswith("/stop"):
+        if request.url.path.endswith("/stop") or request.method == "DELETE":
             self.jobs.discard(job_id)
         return httpx.Response(200, json={"status": "RUNNING"})
 
@@ -619,6 +619,9 @@ def test_a_shared_job_is_found_by_replicas_that_did_not_submit_it(
     assert not backends.rayjobs()
     other.stop(sent.attempt_id)
     assert backends.open(shared=ray.open()).observe(sent.attempt_id).state is NOT_FOUND
+    other.submit(sent)
+    backends.open(shared=ray.open()).forget(sent.attempt_id)
+    assert not ray.jobs, "it keeps no job that has ended"
 
 
 def test_kubernetes_away_is_no_trouble_of_shared_jobs(

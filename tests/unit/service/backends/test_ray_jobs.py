@@ -101,6 +101,7 @@ def test_an_unknown_job_is_not_found() -> None:
     answer = _answers(404, text="Job job-1-a0 does not exist")
     assert _backend(answer).observe("job-1-a0").state is ObservedState.NOT_FOUND
     _backend(answer).stop("job-1-a0")
+    _backend(answer).forget("job-1-a0")
 
 
 def test_nothing_is_concluded_from_a_strange_answer() -> None:
@@ -186,6 +187,29 @@ def test_one_request_tells_of_many_attempts_and_leaves_out_what_is_unclear() -> 
     assert _backend(_answers(200, body={"detail": "a proxy"})).observe_all(["a"]) == {}
     away = _backend(_fails(httpx.ReadTimeout)).observe_all(["a", "b"])
     assert {found.state for found in away.values()} == {ObservedState.UNREACHABLE}
+
+
+def test_where_the_list_takes_too_long_each_attempt_is_asked_for_alone() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/jobs/":
+            raise httpx.ReadTimeout("it lists all that it ever ran", request=request)
+        return httpx.Response(200, json={"ray_version": "2.60.0"})
+
+    assert _backend(answer).observe_all(["a", "b"]) == {}
+
+
+def test_an_attempt_is_forgotten_that_ray_says_has_ended() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.path))
+        return httpx.Response(200, json={"deleted": True})
+
+    _backend(answer).forget("job-1-a0")
+    assert asked == [("DELETE", "/api/jobs/job-1-a0")]
+    running = _answers(500, text="RuntimeError: it is in a non-terminal state RUNNING.")
+    with pytest.raises(BackendUnreachable, match="non-terminal"):
+        _backend(running).forget("job-1-a0")
 
 
 def test_an_answer_without_end_is_none() -> None:

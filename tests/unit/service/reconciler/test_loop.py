@@ -22,6 +22,7 @@ from service.backends.fake import FakeBackend, Script
 from service.db.jobs import JobStore
 from service.domain.lifecycle import LATE_RECORDS_S, request_cancel
 from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
+from service.errors import BackendUnreachable
 from service.jobs.actions import cancel_job, pause_job, resume_job
 from service.reconciler import loop, outbox
 from service.reconciler.loop import _ComputeSlot
@@ -71,15 +72,28 @@ def test_the_driver_gets_its_command_environment_and_spec(house: House) -> None:
     assert load_spec(spec_path.read_text()) == job.spec
 
 
-def test_a_token_that_no_driver_read_goes_with_its_attempt(house: House) -> None:
+@pytest.mark.parametrize("is_away", [False, True])
+def test_with_an_attempt_go_its_token_and_what_the_cluster_keeps_of_it(
+    house: House, is_away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[str] = []
+
+    def forget(_: FakeBackend, attempt_id: str) -> None:
+        forgotten.append(attempt_id)
+        if is_away:
+            raise BackendUnreachable("no answer")
+
+    monkeypatch.setattr(FakeBackend, "forget", forget)
     job = house.submit("running", "failed", max_failures=0)
     house.poll()
     assert house.files(job).token_path.exists()
     house.poll(2)
     assert house.status(job) is JobStatus.FAILED
+    assert not forgotten, "late records may come"
     house.now += LATE_RECORDS_S
-    house.poll()
+    house.poll(2, every_s=60.0)
     assert not house.files(job).token_path.exists()
+    assert forgotten == [f"{job.id}-a0"], "and nobody asks a cluster that is gone again and again"
 
 
 def test_a_cluster_cut_off_for_a_day_changes_nothing(

@@ -15,8 +15,9 @@ optimizer with the same formula updates them after the backward pass.
 Where only M' of the M groups train, each of their steps is one of M' that are averaged and not one
 of M: for the same rows of data weights would move M / M' as far, and v grow M / M' as much. With
 the share s = M' / M learning rates are therefore multiplied by s; of the AdaGrads by sqrt(s), and
-gradients too, so that v grows as with all M. What is stored means the same at any M' that way:
-nothing is to be rescaled when a group is lost or joins, nor in a copy or a checkpoint.
+gradients too (of the dense part with the decay that torch adds to them), so that v grows as with
+all M. What is stored means the same at any M' that way: nothing is to be rescaled when a group is
+lost or joins, nor in a copy or a checkpoint.
 
 Accumulation makes the gradients of several batches those of one: their mean, weighted by what each
 batch weighs. Backward passes add gradients up, each the mean over its batch's rows. With
@@ -267,9 +268,9 @@ class Optimizers:
                 state["step"].zero_()
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        """Set the learning rates of `step` (counted from 1), also in FBGEMM, and drop gradients.
+        """Set the rates of `step` (counted from 1), also in FBGEMM, and drop gradients.
 
-        Those of the dense part only where it has taken its step.
+        Gradients of the dense part only where it has taken its step.
         """
         self._factor = factor(step, total_steps, self._spec.schedule)
         sparse, dense = self._spec.sparse, self._spec.dense
@@ -277,8 +278,10 @@ class Optimizers:
         for optimizer in (self._fused, *self._whole):
             _set_lr(optimizer, sparse.lr * self._factor * self._lr_scale * table_rate)
             optimizer.zero_grad()  # of the fused one: hands its learning rate to the kernels
-        dense_rate = self._share / self._gradient_scale(dense.has_growing_moments)
-        _set_lr(self.dense, dense.lr * self._factor * dense_rate)
+        dense_scale = self._gradient_scale(dense.has_growing_moments)
+        _set_lr(self.dense, dense.lr * self._factor * self._share / dense_scale)
+        for group in self.dense.param_groups:
+            group["weight_decay"] = dense.weight_decay * dense_scale
         if not self.is_accumulating:
             for parameter in self.dense.params.values():
                 parameter.grad = None

@@ -35,12 +35,17 @@ ALONE = Case(2, 1, batch_size=BATCH_SIZE)
 
 
 def scheduled_spec(
-    case: Case, name: str, data_parallel: tuple[str, ...] = (), data_type: str = "fp32"
+    case: Case,
+    name: str,
+    data_parallel: tuple[str, ...] = (),
+    data_type: str = "fp32",
+    dense: dict[str, Any] | None = None,
 ) -> JobSpec:
     """`case` with the sparse optimizer `name`, a schedule, and some tables whole on every rank."""
     document = spec_of(case).model_dump(mode="json", exclude_unset=True)
     decay = 0.05 if data_type == "fp32" else 0.0  # half precision would round it away: refused
     document["optimizer"]["sparse"] = {"name": name, "lr": 0.2, "eps": 0.01, "weight_decay": decay}
+    document["optimizer"]["dense"] |= dense or {}
     document["optimizer"]["schedule"] = {"warmup_steps": 3, "decay": "linear", "min_ratio": 0.1}
     for table in document["embedding_tables"]:
         table["data_type"] = data_type
@@ -98,6 +103,7 @@ class PlainTraining:
         self.moments = {name: torch.zeros_like(table) for name, table in self.tables.items()}
         held = {id(table) for table in self.tables.values()}
         self.dense = [p for p in self.model.parameters() if id(p) not in held]
+        self.squares = {p: torch.zeros_like(p) for p in self.dense}
 
     def train(self) -> None:
         for step in range(1, NUM_STEPS + 1):
@@ -108,10 +114,14 @@ class PlainTraining:
 
     @torch.no_grad()
     def _update(self, ratio: float) -> None:
+        dense = self.spec.optimizer.dense
         for parameter in self.dense:
             dist.all_reduce(parameter.grad)
-            rate = self.spec.optimizer.dense.lr * ratio * self.share
-            parameter -= rate * parameter.grad / 2
+            change = parameter.grad / 2 + dense.weight_decay * parameter
+            if dense.name == "adagrad":
+                self.squares[parameter] += self.share * change**2
+                change /= self.squares[parameter].sqrt() + 1e-10
+            parameter -= dense.lr * ratio * self.share * change
         self._update_tables(ratio)
 
     @torch.no_grad()
@@ -130,19 +140,23 @@ class PlainTraining:
             table *= 1 - lr * sparse.weight_decay
 
 
-def train_beside_plain(name: str, groups: MeshGroups, share: float = 1.0) -> dict[str, Any]:
+def train_beside_plain(
+    name: str, groups: MeshGroups, share: float = 1.0, dense: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Tables of one rank after the run, and of the plain model; two tables are data-parallel."""
-    spec = scheduled_spec(ALONE, name, data_parallel=("users", "genres"))
+    spec = scheduled_spec(ALONE, name, ("users", "genres"), dense=dense)
     model, optimizers = build_trained(spec, groups)
     optimizers.set_share(share)
     plain = PlainTraining(spec, model, share)
     train(model, optimizers, range(1, NUM_STEPS + 1))
     plain.train()
-    (_, dense) = optimizers.combined.optimizers[-1]
+    params = optimizers.dense.params
     return {
         "tables": tables_of(model.state_dict()),
         "plain": {name: table.detach() for name, table in plain.tables.items()},
-        "dense_names": list(dense.params),
+        "dense": [parameter.detach() for parameter in params.values()],
+        "plain_dense": [parameter.detach() for parameter in plain.dense],
+        "dense_names": list(params),
         "rates": optimizers.rates(),
         "whole": [[t.shape for t in group] for group in optimizers.synced_whole(dense=False)],
         "whole_and_dense": [len(group) for group in optimizers.synced_whole(dense=True)],
@@ -168,7 +182,7 @@ def train_all_alone() -> dict[str, dict[str, Any]]:
     return {
         name: train_beside_plain(name, groups)
         | {"half": [train_half(name, whole, groups) for whole in ((), ("users", "movies"))]}
-        | {"lone": train_beside_plain(name, groups, share=0.25)}
+        | {"lone": train_beside_plain(name, groups, 0.25, {"name": "adagrad", "weight_decay": 0.3})}
         for name in NAMES
     }
 
@@ -199,6 +213,7 @@ def test_a_group_alone_moves_weights_less_and_its_moments_grow_as_those_of_all(
     for rank in trained_alone:
         lone = rank[name]["lone"]
         torch.testing.assert_close(lone["tables"], lone["plain"], atol=2e-6, rtol=0)
+        torch.testing.assert_close(lone["dense"], lone["plain_dense"], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

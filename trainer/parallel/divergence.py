@@ -27,7 +27,7 @@ from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from trainer.coordination.detection import DivergentShard, differing_copies
-from trainer.parallel.model import TwoDParallel, dense_part
+from trainer.parallel.model import TwoDParallel, as_real, dense_part
 from trainer.spec.parallelism import DivergenceCheckSpec
 
 # Elements summed at a time: bounds the temporary memory (8 bytes each), fits a CPU's cache, and
@@ -99,7 +99,7 @@ class DivergenceGuard:
             # Step counters have no dimension; torch keeps them on the CPU.
             state = states.get(tensor, {}).values()
             of_rows = (v for v in state if isinstance(v, torch.Tensor) and v.dim())
-            yield name, (tensor, *of_rows)
+            yield name, tuple(map(as_real, (tensor, *of_rows)))
 
     def _compare(
         self, entries: list[_Entry], group: dist.ProcessGroup, position: int

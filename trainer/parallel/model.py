@@ -168,7 +168,7 @@ def _compile(network: nn.Module) -> None:
 def stored_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Buffers of the dense part that belong to its state, such as those of a BatchNorm, each once.
 
-    As they are now: a module may replace its buffers.
+    As they are now, for a module may replace its buffers, and as real numbers (`as_real`).
     """
     found = [
         buffer
@@ -176,7 +176,12 @@ def stored_buffers(module: nn.Module) -> list[torch.Tensor]:
         for name, buffer in each.named_buffers(recurse=False)
         if name not in each._non_persistent_buffers_set
     ]
-    return list(dict.fromkeys(found))
+    return [as_real(buffer) for buffer in dict.fromkeys(found)]
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`; of a complex one a view [..., 2], whose mean and bits are those of its parts."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -41,7 +41,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from trainer.parallel.collectives import Part
-from trainer.parallel.model import TwoDParallel, stored_buffers
+from trainer.parallel.model import TwoDParallel, as_real, stored_buffers
 from trainer.spec.training import (
     DenseOptimizerSpec,
     OptimizerSpec,
@@ -82,7 +82,7 @@ class GradientAccumulator:
         counts = weight > 0
         scale = torch.where(counts, self._newest / weight, 1.0)
         if held:
-            torch._foreach_mul_(list(held), scale.to(held[0].dtype))
+            torch._foreach_mul_(list(held), scale.to(held[0].real.dtype))
         self._newest = torch.where(counts, weight, self._newest)
         self._total = self._total + weight
 
@@ -90,7 +90,7 @@ class GradientAccumulator:
         """Make the gradients held the weighted mean, and begin anew."""
         if self._newest is not None and self._total is not None and held:
             share = torch.where(self._newest > 0, self._total / self._newest, 1.0)
-            torch._foreach_div_(list(held), share.to(held[0].dtype))
+            torch._foreach_div_(list(held), share.to(held[0].real.dtype))
         self._newest = self._total = None
 
 
@@ -379,8 +379,8 @@ class Optimizers:
 
         Data-parallel tables always, and the dense part with its buffers when `dense` (it is
         averaged at syncs), its counters of steps among the state: groups may use a parameter in
-        unequally many. Scalars come as views [1], flags as bytes, and what is transposed as it lies
-        in memory.
+        unequally many. Scalars come as views [1], flags as bytes, complex numbers as pairs, and
+        what is transposed as it lies in memory.
         """
         optimizers = [*self._whole, *([self.dense] if dense else [])]
         parameters = [(p, o.state.get(p, {})) for o in optimizers for p in o.params.values()]
@@ -398,7 +398,8 @@ class Optimizers:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with at least one dimension, those with the largest strides first."""
+    """A view of real numbers with at least one dimension, those with the largest strides first."""
+    tensor = as_real(tensor)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return torch.atleast_1d(tensor if tensor.is_contiguous() else tensor.permute(order))
 

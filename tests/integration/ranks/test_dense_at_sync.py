@@ -25,13 +25,15 @@ from tests.harness.small_model import (
 )
 from trainer.models.networks import PairwiseInteraction, build_model
 from trainer.parallel import model as models
-from trainer.parallel.model import TwoDParallel
+from trainer.parallel.divergence import DivergenceGuard
+from trainer.parallel.model import TwoDParallel, share_buffers
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.planner import make_plan
 from trainer.parallel.sharding import sharders
 from trainer.parallel.sync import build_sync
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import DivergenceCheckSpec
 
 
 def _spec(case: Case, optimizer: str, precision: str = "fp32", **table_types: str) -> JobSpec:
@@ -86,11 +88,12 @@ def _from_another_seed(
     dense: Literal["every_step", "at_sync"] = "at_sync",
     *,
     is_frozen: bool = False,
+    optimizer: str = "adam",
     **own: torch.Tensor,
 ) -> tuple[TwoDParallel, JobSpec]:
     """A model with parameters of its `own`, which starts from this rank's seed."""
     groups = form_groups(case)
-    spec = _spec(case, "adam")
+    spec = _spec(case, optimizer)
     torch.manual_seed(groups.rank)
     network = build_model(spec, groups.device)
     counts = torch.full((3, 1), float(groups.rank)).expand(3, 2)
@@ -149,6 +152,44 @@ def test_a_transposed_parameter_is_synced_with_its_moments_and_steps() -> None:
         torch.testing.assert_close(parameter, turned + mean, atol=0, rtol=0)
         torch.testing.assert_close(moment, mean * turned, atol=0, rtol=0)
         assert num_steps == mean
+
+
+def _sync_complex(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """A complex parameter, its moment and a buffer after each rank changed them by i times its
+    number; what is found and repaired where rank 0's moment differs; the buffer as all share it.
+    """
+    model, spec = _from_another_seed(case, optimizer="adagrad", phase=torch.ones(3, dtype=dtype))
+    model.module.register_buffer("turn", torch.ones(2, dtype=dtype))
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
+    check = DivergenceCheckSpec(every_syncs=1, action="rebroadcast")
+    guard = DivergenceGuard(model, check, optimizers.combined, compare_state=True)
+    rank, phase, turn = model.groups.rank, model.module.phase, model.module.turn
+    moment = optimizers.dense.state[phase]["sum"]
+    changed = phase.detach(), moment, turn
+    for each in changed:
+        each += rank * 1j
+    sync()
+    synced = [each.clone() for each in changed]
+    moment.imag[1] += rank == 1
+    found = guard.check()
+    turn += rank * 1j
+    share_buffers(model.module, model.groups.global_group)
+    return {"synced": synced, "found": found, "repaired": moment.clone(), "shared": turn.clone()}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_and_buffers_are_averaged_and_compared_by_their_parts(
+    dtype: torch.dtype,
+) -> None:
+    ranks = run_ranks(_sync_complex, 2, Case(2, 1), dtype)
+    for result in ranks:
+        for found, start, size in zip(result["synced"], (1, 0, 1), (3, 3, 2), strict=True):
+            assert torch.equal(found, torch.full((size,), start + 0.5j, dtype=dtype))
+        ((name, ranks_that_differ),) = [(each.table, each.ranks) for each in result["found"]]
+        assert (name.rpartition(".")[2], ranks_that_differ) == ("phase", (1,))
+        assert torch.equal(result["repaired"], result["synced"][1])
+        assert torch.equal(result["shared"], torch.full((2,), 1 + 1j, dtype=dtype))
 
 
 def _sync_under_two_names(case: Case) -> float:

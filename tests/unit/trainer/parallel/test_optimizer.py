@@ -55,6 +55,15 @@ def test_batches_of_equal_weight_are_just_added_and_divided(
     assert found == plain.item()
 
 
+def test_complex_gradients_share_a_window_with_others() -> None:
+    window, held = GradientAccumulator(), [torch.zeros(1, dtype=torch.complex64), torch.zeros(1)]
+    for weight, gradient in ((2.0, 4.0), (4.0, 7.0)):
+        window.add(held, torch.tensor(weight))
+        torch._foreach_add_(held, gradient)
+    window.close(held)
+    assert [each.item() for each in held] == [6, 6]
+
+
 DECAYS = get_args(ScheduleSpec.model_fields["decay"].annotation)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -166,6 +166,41 @@ def check_schema(layout: RowLayout, schema: pa.Schema, folder: Location | str) -
             raise ColumnError(
                 f"{column.field}: column '{column.name}' in {folder} is {found}, not {wanted}; "
                 f"{_type_mend(column, found)}"
+            )
+
+
+# A number of this kind falls into other buckets before it is rounded: float32(3.3) < 3.3.
+FLOAT32 = "float32"
+
+
+def raw_kind(found: pa.DataType) -> str:
+    """What a column of raw values holds: `string`, `integer`, `number` or `float32`."""
+    if pa.types.is_list(found) or pa.types.is_large_list(found):
+        found = found.value_type
+    if pa.types.is_integer(found):
+        return "integer"
+    if pa.types.is_float32(found):
+        return FLOAT32
+    return "number" if pa.types.is_floating(found) else "string"
+
+
+def check_kinds(
+    layout: RowLayout, schema: pa.Schema, folder: Location | str, kinds: Mapping[str, str | None]
+) -> None:
+    """Check that text and numbers to make ids of are text and numbers in training, too.
+
+    A hash gives "1" another id than 1. `kinds` are those of training by column (`raw_kind`), as far
+    as they are known. Raises `ColumnError` naming the field.
+    """
+    for column in layout.sparse:
+        kind, found = kinds.get(column.name), schema.field(column.name).type
+        if column.encoder is None or kind is None:
+            continue
+        if (raw_kind(found) == "string") != (kind == "string"):
+            raise ColumnError(
+                f"{column.field}: column '{column.name}' in {folder} is {found}, but in the "
+                f"training data it holds {'text' if kind == 'string' else 'numbers'}, of which "
+                "other ids are made; store it as it is there"
             )
 
 

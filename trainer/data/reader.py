@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from trainer.data.decode import check_schema, decode, layout_of
+from trainer.data.decode import check_kinds, check_schema, decode, layout_of, raw_kind
 from trainer.data.manifest import contents_in
 from trainer.data.parquet import ParquetSource, read_schema
 from trainer.data.position import Span
@@ -116,11 +116,18 @@ _NUM_DECODERS = 2
 def open_source(spec: JobSpec, folder: Location | Path) -> ParquetSource:
     """Open a split's folder with the columns that a resolved spec reads.
 
-    Raises a `DataError`; a missing or ill-typed column is named by the spec field that asks for it.
+    Raises a `DataError`; a missing or ill-typed column is named by the spec field that asks for it,
+    and so is one whose raw values are text here and numbers in the training split, or vice versa.
     """
-    layout, folder = layout_of(spec), Location.parse(folder)
-    check_schema(layout, read_schema(folder), folder)
-    known = contents_in(Location.parse(spec.data.path), folder)
+    layout, folder, data = layout_of(spec), Location.parse(folder), Location.parse(spec.data.path)
+    schema = read_schema(folder)
+    check_schema(layout, schema, folder)
+    split = spec.data.split
+    is_held_out = split.validation is not None and folder.path == (data / split.validation).path
+    if is_held_out and any(column.encoder for column in layout.sparse):
+        kinds = {each.name: raw_kind(each.type) for each in read_schema(data / split.train)}
+        check_kinds(layout, schema, folder, kinds)
+    known = contents_in(data, folder)
     return ParquetSource(folder, [column.name for column in layout.columns], known)
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 from torch import nn
 
 from trainer.checkpoint.files import CommittedCheckpoint
-from trainer.data.decode import InputColumn, RowLayout
+from trainer.data.decode import FLOAT32, InputColumn, RowLayout, raw_kind
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import is_data_file, read_schema
 from trainer.data.transforms import vocabulary_path
@@ -37,10 +37,8 @@ from trainer.export.load import (
     with_table_sizes,
 )
 from trainer.export.predict import (
-    FLOAT32,
     Predictor,
     input_columns,
-    raw_kind,
     scoring_layout,
     wanted_kind,
 )
@@ -61,7 +59,7 @@ Tell = Callable[[str], None]
 def features_document(spec: JobSpec, layout: RowLayout, kinds: Mapping[str, str]) -> dict[str, Any]:
     """Inputs by column with their kinds and bounds, the features that read them, and the tasks.
 
-    `kinds` are those of the training data's columns (`trainer.export.predict.raw_kind`).
+    `kinds` are those of the training data's columns (`raw_kind`).
     """
     # An empty list, id 0, or a replacement stands for a missing value.
     required = {

@@ -27,9 +27,11 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.data.decode import (
+    FLOAT32,
     InputColumn,
     LabelColumns,
     RowLayout,
+    check_kinds,
     check_schema,
     decode,
     layout_of,
@@ -98,10 +100,14 @@ def input_columns(layout: RowLayout) -> dict[str, InputColumn]:
     return {column.name: column for column in layout.columns if column is not _LABEL}
 
 
-def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
+def rows_of_table(
+    table: pa.Table, layout: RowLayout, kinds: Mapping[str, str | None] = MappingProxyType({})
+) -> Rows:
     """Decode a table of rows to score.
 
-    Raises `BadRow` for the first cell that is wrong, and `ColumnError` for a type that is.
+    `kinds` are those of columns in training (`raw_kind`), as far as they are known: numbers that
+    were float32 are rounded to it. Raises `BadRow` for the first cell that is wrong, and
+    `ColumnError` for a type that is.
     """
     columns = input_columns(layout)
     if missing := [name for name in columns if name not in table.column_names]:
@@ -110,7 +116,12 @@ def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
         table = table.cast(schema)
     labels = pa.array(np.zeros(len(table), np.float32))
     check_schema(layout, table.schema.append(pa.field(_LABEL.name, labels.type)), "the table")
+    check_kinds(layout, table.schema, "the table", kinds)
     table = table.select(list(columns)).append_column(_LABEL.name, labels)
+    for place, (name, column) in enumerate(columns.items()):
+        if column.encoder is not None and kinds.get(name) == FLOAT32:
+            kind = pa.list_(pa.float32()) if column.is_list else pa.float32()
+            table = table.set_column(place, name, table[name].cast(kind, safe=False))
     try:
         return decode(table, layout, lambda row: (_REQUEST, row))
     except BadValueError as error:
@@ -195,8 +206,6 @@ _RAW_TYPES = {
     "integer": (pa.int64(), pa.uint64()),
     "number": (pa.float64(),),
 }
-# A number of this kind falls into other buckets before it is rounded: float32(3.3) < 3.3.
-FLOAT32 = "float32"
 _KNOWN_TYPES = _RAW_TYPES | {FLOAT32: (pa.float32(),)}
 _WIDER = {pa.float32(): pa.float64(), pa.list_(pa.float32()): pa.list_(pa.float64())}
 
@@ -211,17 +220,6 @@ def _types(column: InputColumn, kind: str | None) -> list[pa.DataType]:
         known = chain.from_iterable(_RAW_TYPES.values())
         items = [each for each in known if column.encoder.accepts(each)]
     return [pa.list_(item) for item in items] if column.is_list else items
-
-
-def raw_kind(found: pa.DataType) -> str:
-    """Which of the kinds of `table_of_dicts` a column of training data has."""
-    if pa.types.is_list(found) or pa.types.is_large_list(found):
-        found = found.value_type
-    if pa.types.is_integer(found):
-        return "integer"
-    if pa.types.is_float32(found):
-        return FLOAT32
-    return "number" if pa.types.is_floating(found) else "string"
 
 
 def wanted_kind(column: InputColumn, kind: str | None = None) -> str:
@@ -346,7 +344,7 @@ class Predictor:
         table = (
             rows if isinstance(rows, pa.Table) else table_of_dicts(rows, self.layout, self._kinds)
         )
-        return rows_of_table(table, self.layout)
+        return rows_of_table(table, self.layout, self._kinds)
 
     def score(self, rows: Rows) -> Predictions:
         """The same of decoded rows."""

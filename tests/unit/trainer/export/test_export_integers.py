@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainer.export.export_case import make_spec, spec_document
+from trainer.errors import ColumnError
 from trainer.export.artifact import BadRow
 from trainer.export.predict import rows_of_table, scoring_layout, table_of_dicts, with_ids
 from trainer.spec import validate_spec
@@ -35,11 +36,11 @@ HASHED = spec_with({"hashing": {"num_buckets": 16}})
 CUT = spec_with({"bucketize": {"boundaries": [0.0, 2.0**62, 2.0**63, 2.0**63 + 2**60]}})
 
 
-def colours(spec: JobSpec, table: pa.Table) -> list[int]:
-    """The ids that a table of rows gives the feature."""
+def colours(spec: JobSpec, table: pa.Table, kind: str | None = None) -> list[int]:
+    """The ids that a table of rows gives the feature, whose column was of `kind` in training."""
     layout = scoring_layout(spec, Path(spec.data.path))
     place = [feature.name for feature in spec.pooled_features].index("colour")
-    ids = rows_of_table(table, layout).sparse
+    ids = rows_of_table(table, layout, {"colour": kind}).sparse
     return ids.singles[:, sum(ids.is_single[:place])].tolist()
 
 
@@ -99,6 +100,21 @@ def test_booleans_and_decimals_are_the_numbers_that_they_are_in_training():
     found = rows_of_table(given, layout)
     assert found.dense.tolist() == wanted.dense.tolist()
     assert found.sparse.singles.tolist() == wanted.sparse.singles.tolist()
+
+
+def test_a_table_is_hashed_and_cut_as_the_types_of_training_were():
+    layout = scoring_layout(HASHED, Path("unused"))
+    words = as_trained(HASHED, ["1"], pa.string())
+    for kind, table in {"integer": words, "string": as_request(HASHED, [1], None)}.items():
+        with pytest.raises(ColumnError, match=r"column 'colour' in the table is .*other ids"):
+            rows_of_table(table, layout, {"colour": kind})
+    rows_of_table(words, layout, {"colour": "string"})
+    # In float32, 3.3 lies below 3.3.
+    cut = spec_with({"bucketize": {"boundaries": [3.3]}})
+    wanted = colours(cut, as_trained(cut, [3.3], pa.float32()))
+    given = as_trained(cut, [3.3], pa.float64())
+    assert [colours(cut, given, kind) for kind in ("number", "float32")] == [[2], wanted]
+    assert wanted == [1]
 
 
 def test_dense_integers_are_rounded_and_not_refused():

@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 
 from tests.harness.service import problem_in
 from tests.unit.trainer.export.export_case import rows
+from trainer.errors import ColumnError
 from trainer.export.artifact import ArtifactError
 from trainer.export.predict import Predictor
 from trainer.export.server import MAX_BODY_BYTES, MAX_ROWS, create_scorer
@@ -47,6 +48,9 @@ def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(
     table = pa.Table.from_pylist([{"seen": None, "note": "new"} | row for row in raw])
     found = predictor.predict(table, columns)["stars"].tolist()
     assert found == pytest.approx([row["stars"] for row in wanted["predictions"]])
+    numbers = rows(2).drop_columns("colour").append_column("colour", pa.array([7, 8]))
+    with pytest.raises(ColumnError, match=r"colour.*but in the training data it holds text"):
+        predictor.predict(numbers)
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
 from service.backends.base import Backend, Submission
-from service.domain.models import Observation, ObservedState
+from service.domain.models import EndReason, Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 from trainer.layout.hosts import HostFacts, hosts_by_address
 
 _STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
+# By Ray's `error_type`, what its message says where the driver went with its host
+# (ray/dashboard/modules/job/job_manager.py); what ends a driver alone has other words.
+_LOST_HOST_SIGNS = {
+    "JOB_SUPERVISOR_ACTOR_DIED": "its node has died",
+    "JOB_SUPERVISOR_ACTOR_START_FAILURE": "failed to get job supervisor",
+}
 _MAX_ERROR_CHARS = 500
 # Of the 20 000 that Ray tells; all of them are in driver.log on run storage.
 _MAX_LOG_CHARS = 2000
 # Ray tells of 100 unless asked for more, and of no more than this.
 _MAX_NODES = 10_000
+_ASK_NODES_EVERY_S = 10.0
 # Of all jobs that it ran and that nobody deleted: each has 20 000 characters of log if it failed.
 _MAX_ANSWER_BYTES = 1 << 28
 
@@ -44,6 +52,8 @@ class RayJobsBackend(Backend):
     ) -> None:
         self.address = address.rstrip("/")
         self._timeout_s, self._submit_timeout_s = timeout_s, submit_timeout_s
+        self._dead_nodes: frozenset[str] = frozenset()
+        self._ask_nodes_at = 0.0
         self._http = httpx.Client(
             base_url=self.address,
             headers={"Authorization": f"Bearer {auth_token}"} if auth_token else {},
@@ -78,7 +88,7 @@ class RayJobsBackend(Backend):
             return Observation(ObservedState.UNREACHABLE, str(error))
         if _is_unknown(attempt_id, response):
             return Observation(ObservedState.NOT_FOUND, _cause(response))
-        found = _observation_of(_json(response))
+        found = self._observation_of(_json(response))
         return found or Observation(ObservedState.UNREACHABLE, self._strange(response))
 
     def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
@@ -88,7 +98,7 @@ class RayJobsBackend(Backend):
             return self._unless_away(attempt_ids)
         wanted, infos = set(attempt_ids), _json(response)
         told = {
-            str(info["submission_id"]): _observation_of(info)
+            str(info["submission_id"]): self._observation_of(info)
             for info in (infos if isinstance(infos, list) else [])
             if isinstance(info, dict) and str(info.get("submission_id")) in wanted
         }
@@ -132,11 +142,39 @@ class RayJobsBackend(Backend):
         try:
             nodes = body["data"]["result"]["result"]
             alive = [node for node in nodes if node["state"] == "ALIVE"]
+            dead = [node for node in nodes if node["state"] == "DEAD"]
+            self._dead_nodes = frozenset(str(node.get("node_id")) for node in dead)
             return hosts_by_address(
                 (str(node["node_ip"]), node["resources_total"]) for node in alive
             )
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             raise BackendUnreachable(self._strange(response)) from None
+
+    def _observation_of(self, info: Any) -> Observation | None:
+        """What Ray tells of a job; None where it is no answer of the Jobs API."""
+        status = info.get("status") if isinstance(info, dict) else None
+        if status not in _STATUSES:
+            return None
+        verdict, log = verdict_and_log(info.get("message"))
+        sign = _LOST_HOST_SIGNS.get(str(info.get("error_type")))
+        if status == "RUNNING" and self._is_dead(info.get("driver_node_id")):
+            verdict = "its node is dead"
+        elif sign is None or sign not in verdict:
+            return Observation(ObservedState[status], verdict + log)
+        message = f"the driver's host was lost: {verdict}"
+        return Observation(ObservedState.FAILED, message, EndReason.HOST_LOST)
+
+    def _is_dead(self, node_id: Any) -> bool:
+        """Whether a node is known to be dead; asks for those that are once in a while.
+
+        A head that found the state of the one before it calls that one's jobs RUNNING until the
+        next job is submitted: only then Ray looks after them.
+        """
+        if node_id is not None and time.monotonic() >= self._ask_nodes_at:
+            self._ask_nodes_at = time.monotonic() + _ASK_NODES_EVERY_S
+            with suppress(BackendUnreachable):
+                self.hosts()
+        return str(node_id) in self._dead_nodes
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         """An answer as a whole, of bounded size and time: jobs may run beside who gives it."""
@@ -167,14 +205,6 @@ class RayJobsBackend(Backend):
             f"unexpected answer from {self.address} (HTTP {response.status_code}: "
             f"{_cause(response)}); is it the Ray dashboard?"
         )
-
-
-def _observation_of(info: Any) -> Observation | None:
-    """What Ray tells of a job; None where it is no answer of the Jobs API."""
-    status = info.get("status") if isinstance(info, dict) else None
-    if status not in _STATUSES:
-        return None
-    return Observation(ObservedState[status], "".join(verdict_and_log(info.get("message"))))
 
 
 def verdict_and_log(message: Any) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import pytest
 
 from service.backends.base import Submission
 from service.backends.ray_jobs import RayJobsBackend
-from service.domain.models import ObservedState
+from service.domain.models import EndReason, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 from tests.harness.builders import spec
 from trainer.layout.hosts import HostFacts
@@ -137,6 +137,50 @@ def test_a_failure_ends_with_the_end_of_the_log_and_no_log_is_asked_for() -> Non
     assert message.endswith("xxx\nMemoryError")
     assert len(message) == len("exit 3\n") + 2000
     assert seen == ["/api/jobs/job-1-a0"]
+
+
+def test_a_driver_that_went_with_its_host_was_lost_and_one_that_failed_alone_was_not() -> None:
+    died = "Job supervisor actor died: The actor died unexpectedly before finishing this task.\n"
+    on_a_dead_node = f"{died}The actor died because its node has died. Node Id: 1"
+    of_memory = f"{died}The actor is dead because its worker process has died. OOM"
+    log = f"exit 1, last available logs (truncated to 20,000 chars):\n{on_a_dead_node}"
+    gone = "Unexpected error occurred: failed to get job supervisor."
+    for error_type, message, reason in (
+        ("JOB_SUPERVISOR_ACTOR_START_FAILURE", gone, EndReason.HOST_LOST),
+        ("JOB_SUPERVISOR_ACTOR_DIED", on_a_dead_node, EndReason.HOST_LOST),
+        # Its doing, maybe: it pays for the next attempt.
+        ("JOB_SUPERVISOR_ACTOR_DIED", of_memory, None),
+        ("JOB_ENTRYPOINT_COMMAND_ERROR", log, None),
+        (None, on_a_dead_node, None),
+    ):
+        body = {"status": "FAILED", "message": message, "error_type": error_type}
+        seen = _backend(_answers(200, body=body)).observe("job-1-a0")
+        assert (seen.state, seen.reason) == (ObservedState.FAILED, reason)
+        assert message.partition(",")[0] in seen.message
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_job_that_ray_calls_running_on_a_dead_node_has_ended(is_listed: bool) -> None:
+    """Seen of Ray 2.60 where a head is made again with the state of the one before it."""
+    nodes = [{**_node("10.0.0.1", state), "node_id": state} for state in ("ALIVE", "DEAD")]
+    names, asked = ["ALIVE", "DEAD", "UNKNOWN"], list[str]()
+    jobs = {
+        name: {"submission_id": name, "status": "RUNNING", "driver_node_id": name} for name in names
+    }
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path == "/api/v0/nodes":
+            return httpx.Response(200, json={"data": {"result": {"result": nodes}}})
+        name = request.url.path.removeprefix("/api/jobs/")
+        return httpx.Response(200, json=jobs[name] if name else [*jobs.values()])
+
+    backend = _backend(answer)
+    seen = backend.observe_all(names) if is_listed else {n: backend.observe(n) for n in names}
+    assert seen["DEAD"].state is ObservedState.FAILED
+    assert seen["DEAD"].reason is EndReason.HOST_LOST
+    assert {seen[each].state for each in ("ALIVE", "UNKNOWN")} == {ObservedState.RUNNING}
+    assert asked.count("/api/v0/nodes") == 1, "not each time"
 
 
 def _node(address: str, state: str = "ALIVE", **resources: float) -> dict[str, object]:

@@ -8,13 +8,13 @@ follows from the attempt's id, so that a repeated submission finds what an earli
 RayJob comes first and suspended, then the Secret that it owns, then the RayJob is let go: a
 submission that is cut off leaves nothing that is not found again by the RayJob's labels, and no pod
 starts without its environment. With a queue it is Kueue that lets go, perhaps before the Secret is
-there: the pods then wait for it. KubeRay retries nothing (`backoffLimit: 0`, and no second head
-where the first one's state is lost with it): the service counts.
+there: the pods then wait for it. KubeRay retries nothing (`backoffLimit: 0`, and no second head,
+as the driver ends with the first one): the service counts. So heads keep no state anywhere, which
+would outlive a cluster whose RayJob is deleted: KubeRay's Redis cleanup wants the Secret, too.
 
 Clusters of an isolated project are in a namespace of the project, where the template's names of
 service accounts, Secrets and claims are those of that namespace. Its pods see of run storage the
-folder of their job alone, Ray's token is one of their own in the Secret, and the head's state is
-in no store that others use.
+folder of their job alone, and Ray's token is one of their own in the Secret.
 
 The driver is started over HTTP. KubeRay's SidecarMode adds a container without a security context,
 which a namespace that enforces the level `restricted`, as ours does, admits no head with.
@@ -169,7 +169,7 @@ SELECTOR = f"{MANAGED_BY}={MANAGER}"
 QUEUE = "kueue.x-k8s.io/queue-name"
 VOLCANO_QUEUE = "volcano.sh/queue-name"
 ELASTIC = "kueue.x-k8s.io/elastic-job"
-# Of KubeRay: a head that is lost is not made again, empty, to start the driver a second time.
+# Of KubeRay: a head that is lost is not made again to start the driver a second time.
 _NO_SECOND_HEAD = "ray.io/disable-provisioned-head-restart"
 # KubeRay: a RayJob's name is a DNS-1035 label of no more than this.
 _MAX_NAME_CHARS = 47
@@ -180,7 +180,7 @@ _GPU = re.compile(r"gpu$|nvidia\.com/mig-\d+g\.\d+gb$")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 # Of one cluster's life, not of how clusters are made.
-_OF_CLUSTER = ("managedBy", "suspend", "upgradeStrategy")
+_OF_CLUSTER = ("gcsFaultToleranceOptions", "managedBy", "suspend", "upgradeStrategy")
 _OF_GROUP = ("scaleStrategy", "suspend")
 
 
@@ -287,11 +287,8 @@ def rayjob_of(
     resources = submission.spec.resources
     queue = resources.queue or options.queue
     metadata = _metadata(submission, options, name)
-    metadata["annotations"][SECRET] = secret
-    if not spec.get("gcsFaultToleranceOptions"):
-        # Another head would know nothing of the driver that ran on this one.
-        spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] = "Never"
-        metadata["annotations"][_NO_SECOND_HEAD] = "true"
+    metadata["annotations"] |= {SECRET: secret, _NO_SECOND_HEAD: "true"}
+    spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] = "Never"
     if VOLCANO_QUEUE in labels:
         metadata["labels"][VOLCANO_QUEUE] = labels[VOLCANO_QUEUE]
     if queue:
@@ -374,8 +371,6 @@ def _pods(spec: Manifest) -> list[Manifest]:
 def _isolate(spec: Manifest, submission: Submission, secret: str) -> None:
     """Take from a cluster what it would share with those of other projects."""
     spec["authOptions"] = {"mode": "token", "secretName": secret}
-    if (spec.get("gcsFaultToleranceOptions") or {}).get("redisAddress"):
-        del spec["gcsFaultToleranceOptions"]
     run_dir = PurePosixPath(submission.env["SHARDLOOM_RUN_DIR"])
     for pod in _pods(spec):
         containers = [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]

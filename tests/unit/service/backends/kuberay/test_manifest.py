@@ -98,8 +98,6 @@ def test_a_cluster_of_an_isolated_project_shares_nothing_with_those_of_others() 
     crd_validator("rayjobs.ray.io", "v1").validate(made)
     assert made["metadata"]["namespace"] == "ads-training"
     spec = made["spec"]["rayClusterSpec"]
-    assert "gcsFaultToleranceOptions" not in spec, "its head keeps nothing in the shared Redis"
-    assert spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] == "Never"
     assert spec["authOptions"] == {"mode": "token", "secretName": secret_name_of(made)}
     made["metadata"]["uid"] = "u"
     secret = secret_of(sent, made, options)
@@ -126,14 +124,15 @@ def test_a_template_in_a_volcano_queue_gives_jobs_the_same_queue() -> None:
     assert "volcano.sh/queue-name" not in _made()["metadata"]["labels"]
 
 
-def test_a_head_that_forgets_its_driver_is_not_made_again() -> None:
-    forgetful = template()
-    del forgetful["spec"]["gcsFaultToleranceOptions"]
-    for manifest, wanted in ((template(), (None, None)), (forgetful, ("true", "Never"))):
-        made = _made(manifest)
-        marked = made["metadata"]["annotations"].get("ray.io/disable-provisioned-head-restart")
-        pod = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
-        assert (marked, pod.get("restartPolicy")) == wanted
+@pytest.mark.parametrize("variant", ["gpu", "gpu+embedded", "dev"])
+def test_a_head_is_not_made_again_and_keeps_no_state_that_its_deletion_waits_for(
+    variant: str,
+) -> None:
+    made = rayjob_of(submission(device="auto"), ray_cluster(variant), OPTIONS)
+    spec = made["spec"]["rayClusterSpec"]
+    assert made["metadata"]["annotations"]["ray.io/disable-provisioned-head-restart"] == "true"
+    assert spec["headGroupSpec"]["template"]["spec"]["restartPolicy"] == "Never"
+    assert "gcsFaultToleranceOptions" not in spec
 
 
 # ---- let go

@@ -78,7 +78,11 @@ def _head_of(name: str, spec: Manifest) -> Pod:
     autoscaler = {
         "name": "autoscaler",
         "image": template["spec"]["containers"][0]["image"],
-        **{key: options[key] for key in ("resources", "securityContext", "env", "volumeMounts")},
+        "command": ["/bin/bash", "-c", "--"],
+        **{
+            key: options[key]
+            for key in ("args", "resources", "securityContext", "env", "volumeMounts")
+        },
     }
     containers = [*template["spec"]["containers"], autoscaler]
     whole = {**template, "spec": {**template["spec"], "containers": containers}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,9 @@ from tests.harness.builders import queued_job
 from tests.harness.databases import PostgresqlServer, open_migrated, store_job
 from tests.harness.processes import run_program
 from tests.harness.service import shardloom
-from tests.harness.wait import free_port, wait_for
+from tests.harness.wait import free_port, scaled, wait_for
 from tests.unit.k8s.pods import Pod, pods
+from tests.unit.k8s.rendering import ray_cluster
 
 
 def test_the_migration_job_brings_the_database_to_the_newest_version(
@@ -55,7 +57,7 @@ def _run_in(
 def test_a_backup_brings_the_database_back_and_a_broken_one_changes_nothing(
     postgresql: PostgresqlServer, tmp_path: Path
 ) -> None:
-    backup, restore = sorted(pods("gpu+theirs", "backup"), key=lambda pod: pod.owner)
+    backup, _, restore = sorted(pods("gpu+theirs", "backup"), key=lambda pod: pod.owner)
     url = postgresql.migrated_database()
     where = (tmp_path, url, postgresql.programs)
     store = open_migrated(url)
@@ -117,6 +119,28 @@ def test_redis_wants_its_password_and_keeps_what_it_was_told_when_it_is_killed(
         finally:
             server.kill()
             server.wait()
+
+
+def test_an_autoscaler_that_gives_up_starts_again_until_its_pod_is_stopped(tmp_path: Path) -> None:
+    (script,) = ray_cluster("gpu")["spec"]["autoscalerOptions"]["args"]
+    script = script.replace("sleep 5", "sleep 0.1")
+    starts, program = tmp_path / "starts", tmp_path / "autoscaler"
+    starts.touch()
+    program.write_text(f"echo >>{starts}\n[ $(wc -l <{starts}) -lt 3 ] && exit 1\nexec sleep 600\n")
+    # As KubeRay v1.7.0 has it: its command, our arguments, and its own in a variable.
+    container = subprocess.Popen(
+        ["/bin/bash", "-c", "--", script],
+        env={"PATH": os.environ["PATH"], "KUBERAY_GEN_AUTOSCALER_START_CMD": f"sh {program}"},
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: len(starts.read_text()) == 3, "the third start")
+        container.terminate()
+        # It ends by itself: the first process of a container is not ended by a signal.
+        assert container.wait(scaled(10)) == 128 + signal.SIGTERM
+    finally:
+        os.killpg(container.pid, signal.SIGKILL)
+        container.wait()
 
 
 def test_the_first_key_is_an_administrator_s_until_it_is_revoked(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_of_replicas_one_is_kept_and_no_budget_blocks_a_drained_node(variant: st
 
 @every_variant
 def test_autoscalers_of_machines_leave_what_computes_where_it_is(variant: str) -> None:
-    for component in ("ray-head", "ray-worker", "data"):
+    for component in ("ray-head", "ray-worker", "data", "redis", "postgresql"):
         for pod in pods(variant, component):
             found = pod.about["annotations"]
             assert found["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
@@ -214,7 +214,10 @@ def _spread(pod: Pod) -> dict[str, Manifest]:
 def test_replicas_and_ray_hosts_are_on_different_machines(variant: str) -> None:
     (pod,) = pods(variant, "service")
     assert pod.replicas == (1 if variant.startswith("bucket") else 2)
-    assert _spread(pod)["kubernetes.io/hostname"]["whenUnsatisfiable"] == "DoNotSchedule"
+    machines = _spread(pod)["kubernetes.io/hostname"]
+    assert machines["whenUnsatisfiable"] == "DoNotSchedule"
+    # A tainted machine is empty for ever: beside it no other could take a second replica.
+    assert machines["nodeTaintsPolicy"] == "Honor"
     assert "topology.kubernetes.io/zone" in _spread(pod)
     # Shardloom tells hosts apart by pod; inter_host placement counts on their failing apart.
     workers = pods(variant, "ray-worker")
@@ -227,3 +230,4 @@ def test_replicas_and_ray_hosts_are_on_different_machines(variant: str) -> None:
         if variant.startswith("multi-rack"):
             rack = _spread(pod)["shardloom.io/rack"]
             assert (rack["whenUnsatisfiable"], rack["maxSkew"]) == ("DoNotSchedule", 1)
+            assert rack["nodeTaintsPolicy"] == "Honor"

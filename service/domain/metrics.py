@@ -12,8 +12,9 @@ from itertools import chain
 from service.domain.models import Prediction
 from trainer.protocol.events import PHASES
 
-# Of one job; a table or a task of a model brings a few.
-MAX_METRICS = 2000
+# Of one job; a table or a task of a model brings a few. However many tables there are, they leave
+# room for what is reported after them.
+MAX_METRICS, MAX_OF_TABLES = 2000, 1000
 _MAX_NAME_CHARS = 200
 # Those of a position of the sharding groups, `phase/lookup_s/0`.
 OF_POSITION = re.compile(r"(phase|memory)/\w+/\d+")
@@ -28,9 +29,20 @@ def watched_names(watched: str) -> tuple[str, ...]:
 
 
 def admitted(known: Collection[str], names: Iterable[str]) -> list[str]:
-    """Those of `names` that a job may have beside its `known` ones: it reports what it likes."""
+    """Those of `names` that a job may have beside its `known` ones: it reports what it likes.
+
+    Those of tables come last.
+    """
     new = [name for name in names if name not in known and len(name) <= _MAX_NAME_CHARS]
+    of_tables = [name for name in new if _is_of_table(name)]
+    if of_tables:
+        num_left = max(0, MAX_OF_TABLES - sum(map(_is_of_table, known)))
+        new = [name for name in new if not _is_of_table(name)] + of_tables[:num_left]
     return new[: max(0, MAX_METRICS - len(known))]
+
+
+def _is_of_table(name: str) -> bool:
+    return name.startswith("table/")
 
 
 @dataclass(frozen=True)

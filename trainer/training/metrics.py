@@ -327,6 +327,9 @@ class LookupCounter:
     balanced differently over the ranks. Both are counted only while `sampling`, as distinct rows
     need a sort of the ids; so is how often the hottest rows of each table are looked up. No host
     waits for a device, and a report has four numbers a table.
+
+    Of more tables than `_MAX_TABLES` those are told of that the first report with lookups has the
+    most of: the same ones from then on, so that their curves have no gaps.
     """
 
     def __init__(self, model: TwoDParallel, dims: Mapping[str, int]) -> None:
@@ -336,6 +339,7 @@ class LookupCounter:
         # (ids, distinct rows) since the last report.
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         self._dims = dims
+        self._told = frozenset(dims if len(dims) <= _MAX_TABLES else ())
         # Of each table (lookups, those of its hottest rows), and (rows in syncs, all rows).
         self._by_table = torch.zeros(len(self._dims), 2, dtype=torch.float64, device=device)
         self._synced = torch.zeros_like(self._by_table)
@@ -398,21 +402,28 @@ class LookupCounter:
         return {"balance/lookup": lookups, "balance/gradient": rows}
 
     def _read_tables(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        counts = dict(zip(self._dims, sums.view(-1, 2).tolist(), strict=True))
+        if not self._told and sums.any():
+            by_lookups = sorted(counts, key=lambda table: -counts[table][0])
+            self._told = frozenset(by_lookups[:_MAX_TABLES])
         found = {}
-        for table, (lookups, hottest) in zip(self._dims, sums.view(-1, 2).tolist(), strict=True):
-            if lookups:
+        for table, (lookups, hottest) in counts.items():
+            if lookups and table in self._told:
                 found[f"table/{table}/lookups"] = lookups
                 found[f"table/{table}/hottest"] = hottest / lookups
         return found
 
     def _read_synced(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
         shares = zip(self._dims, sums.view(-1, 2).tolist(), strict=True)
-        return {f"table/{table}/synced": rows / of for table, (rows, of) in shares if of}
+        told = ((table, rows / of) for table, (rows, of) in shares if of and table in self._told)
+        return {f"table/{table}/synced": share for table, share in told}
 
 
 # Of a kernel: the ends of its tables' rows, int64 [tables]; their numbers, int64 [tables]; the
 # part of their columns that is here, float64 [tables, 1].
 _KernelTables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# A job may have 2000 metrics, of which a table has three.
+_MAX_TABLES = 200
 # Of the rows that a step looks up in a table, those that are called its hottest.
 _HOTTEST_SHARE = 0.01
 

@@ -14,7 +14,7 @@ import pytest
 from service.api import deps, views
 from service.auth import permissions
 from service.db import queries
-from service.domain.metrics import MAX_METRICS
+from service.domain.metrics import MAX_METRICS, MAX_OF_TABLES
 from service.domain.models import JobStatus
 from service.jobs import actions, run_storage
 from service.jobs.run_storage import limit_growth, run_dir_of, withdraw_pause
@@ -256,6 +256,19 @@ def test_a_job_has_so_many_metrics_and_no_more_whatever_it_reports(api: Api) -> 
     assert len(shown) == len(api.store.metric_names(job_id)) == MAX_METRICS
     assert shown["train/loss"] == 0.5
     assert not {"late", "x" * 1000} & {*shown, *api.store.metric_names(job_id)}
+
+
+def test_metrics_of_many_tables_leave_room_for_those_told_with_them_and_after_them(
+    api: Api,
+) -> None:
+    job_id = api.start()
+    tables = {f"table/{number}/lookups": 1.0 for number in range(MAX_METRICS)}
+    for step, values in enumerate((tables | {"train/loss": 0.5}, {"validation/auc": 0.7})):
+        record = metrics(step).model_copy(update={"values": values})
+        api.post_events(f"{job_id}-a0", batch(record, first_seq=step))
+    for found in (api.store.get_job(job_id).latest_metrics, api.store.metric_names(job_id)):
+        assert {*found} - {*tables} == {"train/loss", "validation/auc"}
+        assert len(found) == MAX_OF_TABLES + 2
 
 
 def test_the_timeline_of_a_job_has_room_for_so_many_events_and_bytes(

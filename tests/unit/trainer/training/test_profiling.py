@@ -137,6 +137,24 @@ def test_lookups_hottest_rows_and_synced_rows_are_told_of_each_table() -> None:
     assert not any(part.sums.any() for part in counter.parts()), "each report starts anew"
 
 
+def test_of_very_many_tables_those_are_told_of_that_are_looked_up_most_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.training.metrics._MAX_TABLES", 2)
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    model = SimpleNamespace(embedding_kernels=list, table_shards=list, groups=groups)
+    counter = LookupCounter(model, {"a": 4, "b": 4, "c": 4})
+    _, lookups, synced = counter.parts()
+    told = []
+    for counts in ([0, 0, 0], [1, 8, 2], [9, 9, 0], [9, 9, 9]):
+        sums = torch.tensor([counts, counts], dtype=torch.float64).T.flatten()
+        values = lookups.read(sums, lookups.peaks) | synced.read(sums, synced.peaks)
+        told.append({name.removeprefix("table/") for name in values})
+    kinds = ("lookups", "hottest", "synced")
+    of_b, of_c = ({f"{table}/{kind}" for kind in kinds} for table in "bc")
+    assert told == [set(), of_b | of_c, of_b, of_b | of_c]
+
+
 def test_the_hottest_rows_are_a_hundredth_of_those_looked_up() -> None:
     # Row k of 200 is looked up once, but 7 and 9 ten times; another table has one row.
     rows = torch.tensor([*range(200), *([7] * 9), *([9] * 9), 200]).sort().values

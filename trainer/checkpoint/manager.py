@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import SavePlanner
 
 from trainer.checkpoint import save_load
 from trainer.checkpoint.files import (
@@ -38,7 +39,7 @@ from trainer.checkpoint.files import (
     step_of,
     superseded_in,
 )
-from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, StagedPlanner, Staging
+from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, SharePlanner, Staging
 from trainer.coordination.messages import EarlyStoppingState, LeaderProgress, Ledger
 from trainer.coordination.sync_tuner import TunerState
 from trainer.data.position import (
@@ -154,7 +155,7 @@ class CheckpointManager:
         self._folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
         self.runs_dir = RunDir(config.run_dir).runs_dir
         self.group = dist.new_group(backend="gloo", timeout=_STORAGE_TIMEOUT)
-        self._staging = Staging(self.group)
+        self._staging = Staging(groups)
         self._pending: PendingSave | None = None
         self.newest_commit: int | None = None
         self._saved_step = 0
@@ -187,10 +188,10 @@ class CheckpointManager:
         commit = self._commit(state, metrics, is_best)
         name = folder_name(commit.step, self._config.run_label)
         is_beside = self._config.spec.checkpoint.asynchronous and not is_last
-        planner = self._staging.stage(tensors) if is_beside else None
-        write = partial(
-            self._write, self._folder / name, commit, {} if planner else tensors, planner
-        )
+        planner: SavePlanner = SharePlanner(self._groups)
+        if is_beside:
+            planner, tensors = self._staging.stage(tensors), {}
+        write = partial(self._write, self._folder / name, commit, tensors, planner)
         end = save_load.in_thread(write)
         if not is_beside:
             futures.wait([end])
@@ -250,7 +251,7 @@ class CheckpointManager:
         self._emit_once(events.Metrics(time=time.time(), step=pending.step, values=values))
 
     def _write(
-        self, folder: Folder, commit: Commit, tensors: dict[str, Any], planner: StagedPlanner | None
+        self, folder: Folder, commit: Commit, tensors: dict[str, Any], planner: SavePlanner
     ) -> float:
         """Files, marker, retention; seconds until the marker was there. Collective."""
         started = time.perf_counter()
@@ -383,12 +384,18 @@ def state_of(commit: Commit) -> TrainState:
 def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:
     """Where a run that reads rows in `row_order` goes on from `commit`.
 
-    Raises `CheckpointMismatch` where the commit lies inside an epoch of other rows: numbers of rows
-    would stand for others now, so that some would be trained twice and some never. Between epochs
-    other data harm nobody.
+    Raises `CheckpointMismatch` where the ids of the data stand for other values, and where the
+    commit lies inside an epoch of other rows: numbers of rows would stand for others now, so that
+    some would be trained twice and some never. Between epochs other rows harm nobody.
     """
     state, written = state_of(commit), commit.row_order
-    if written is None or written == row_order:
+    if written is not None and written.encodings not in (None, row_order.encodings):
+        raise CheckpointMismatch(
+            "the training data was prepared anew, with other vocabularies or hashes, since the "
+            f"checkpoint at step {commit.step}: its ids stand for other values than the rows of "
+            "the tables. Put the data back as it was, or submit a new job"
+        )
+    if written is None or written.digest == row_order.digest:
         return state
     start = step_start(state.position, BatchShape(written.num_rows, 1, 1))
     if start.row or start.done or start.later:

@@ -6,18 +6,22 @@ the business of `trainer.checkpoint.state_dict`.
 
 An asynchronous save copies in memory what this rank will write and writes it from a thread, which
 has a process group of its own, as its collectives must never interleave with those of the training.
-Ranks agree once which of them writes which piece, so the M replicas of a shard share the work. The
-copies live in buffers that are kept from save to save: S / T bytes a rank for tables of S bytes.
+The M replicas of a shard share the work, and all T ranks that of what each holds: who writes which
+piece follows from the layout, so no rank asks another. The copies live in buffers that are kept
+from save to save: S / T bytes a rank for tables of S bytes.
 """
 
 from __future__ import annotations
 
+import heapq
 import io
+import math
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -46,6 +50,7 @@ from trainer.checkpoint.files import (
 from trainer.checkpoint.remote_io import METADATA, RemoteWriter, SafeLoadPlanner, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
 from trainer.parallel.collectives import in_background
+from trainer.parallel.mesh import MeshGroups
 from trainer.protocol.run_dir import FileRecord, file_record
 from trainer.storage import Location
 
@@ -252,6 +257,50 @@ def refused(folder: Folder, error: Exception) -> CheckpointRefused:
     )
 
 
+def _num_bytes(item: WriteItem) -> int:
+    """Of the piece; 0 for an object, whose size is not known."""
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0
+
+
+def assign_writes(items: Iterable[WriteItem], place: int, num_places: int) -> list[WriteItem]:
+    """Those of `items` that the rank at `place` writes, of `num_places` that hold the same.
+
+    Each of them divides the items alike: the largest first, to whom has the fewest bytes.
+    """
+    found = []
+    holders = [(0, holder) for holder in range(num_places)]
+    by_size = sorted(items, key=lambda i: (-_num_bytes(i), i.index.fqn, i.index.offset or ()))
+    for item in by_size:
+        num_bytes, holder = holders[0]
+        heapq.heapreplace(holders, (num_bytes + _num_bytes(item), holder))
+        if holder == place:
+            found.append(item)
+    return found
+
+
+class SharePlanner(DefaultSavePlanner):
+    """Saves of a state what is this rank's to write: no piece is another rank's as well."""
+
+    def __init__(self, groups: MeshGroups) -> None:
+        super().__init__()
+        replicas = groups.mesh.replica_groups[groups.shard_index]
+        self._copy = replicas.index(groups.rank), len(replicas)
+        self._rank = groups.rank, groups.layout.world_size
+
+    def create_local_plan(self) -> SavePlan:
+        """The share of what this rank holds. Not collective."""
+        held = super().create_local_plan()
+        whole = [item for item in held.items if item.type != WriteItemType.SHARD]
+        # Of a table with few rows several ranks of a sharding group hold none.
+        shards = [i for i in held.items if i.type == WriteItemType.SHARD and _num_bytes(i)]
+        items = assign_writes(shards, *self._copy) + assign_writes(whole, *self._rank)
+        # Rank 0 joins those of all ranks.
+        names = {item.index.fqn: held.planner_data[item.index.fqn] for item in items}
+        self.plan = replace(held, items=items, planner_data=names)
+        return self.plan
+
+
 class StagedPlanner(DefaultSavePlanner):
     """Saves what this rank's `share` names, taking it from `copies` instead of a state."""
 
@@ -275,20 +324,17 @@ class StagedPlanner(DefaultSavePlanner):
 class Staging:
     """Copies of what this rank writes. One save at a time: the next one fills the same buffers."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, groups: MeshGroups) -> None:
+        self._groups = groups
         self._share: SavePlan | None = None
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
 
     @torch.no_grad()
     def stage(self, state: dict[str, Any]) -> StagedPlanner:
-        """Copy this rank's share of `state`.
-
-        The first is collective over the group. Later ones have the same names and shapes.
-        """
-        live = DefaultSavePlanner()
-        live.set_up_planner(state, is_coordinator=dist.get_rank(self._group) == 0)
-        share = self._share = self._share or assign_writes(live, self._group)
+        """Copy this rank's share of `state`. Later ones have the same names and shapes."""
+        live = SharePlanner(self._groups)
+        live.set_up_planner(state)
+        share = self._share = self._share or live.create_local_plan()
         copies = {item.index: self._copy(item, live.resolve_data(item)) for item in share.items}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -304,17 +350,6 @@ class Staging:
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
             self._buffers[item.index] = buffer
         return buffer.copy_(value, non_blocking=True)
-
-
-def assign_writes(live: DefaultSavePlanner, group: dist.ProcessGroup) -> SavePlan:
-    """What this rank writes of the state that `live` holds. Collective over `group`.
-
-    Every rank makes the same global plan out of all local ones.
-    """
-    plans: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(plans, live.create_local_plan(), group=group)
-    everyone, _ = live.create_global_plan(plans)
-    return everyone[dist.get_rank(group)]
 
 
 def in_thread(task: Callable[[], Result]) -> Future[Result]:

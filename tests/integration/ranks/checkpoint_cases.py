@@ -112,7 +112,8 @@ def train_and_save(sharding: Sharding, folder: Path) -> dict[str, Any]:
     spec = spec_of(sharding)
     model, optimizers = build(sharding, spec)
     train(model, optimizers, spec, steps=range(1, NUM_STEPS + 1))
-    save_load.save(folder, state_to_save(model, optimizers.combined))
+    state = state_to_save(model, optimizers.combined)
+    save_load.save(folder, state, save_load.SharePlanner(model.groups))
     return held(model, optimizers)
 
 

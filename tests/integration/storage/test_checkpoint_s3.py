@@ -104,7 +104,7 @@ def start_warm(
 def save_large(
     environment: Mapping[str, str], run_dir: Path, path: str, num_bytes: int, steps: list[int]
 ) -> dict[str, Any]:
-    """Save tensors of `num_bytes` a rank at some steps; what was said, and what the newest holds.
+    """Save `num_bytes` a rank at some steps; what was said, and whether the newest holds them.
 
     The last save must succeed.
     """
@@ -112,25 +112,36 @@ def save_large(
     saver = Saver.open(run_dir, path=path)
     saver.checkpoints.newest()
     for step in steps:
-        tensors = {f"weight-{dist.get_rank()}": _noise(step, num_bytes)}
         saver.checkpoints.save(
-            tensors, TrainState(step=step), {}, False, step == steps[-1], time.perf_counter()
+            _noise(step, num_bytes),
+            TrainState(step=step),
+            {},
+            False,
+            step == steps[-1],
+            time.perf_counter(),
         )
     return {"said": saver.said, "notes": saver.notes(), "equal": _is_as_saved(saver, num_bytes)}
 
 
-def _noise(step: int, num_bytes: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+def _noise(step: int, num_bytes: int) -> dict[str, torch.Tensor]:
+    """A tensor for each rank to write, all of which each rank has."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        f"weight-{rank}": torch.randint(
+            0, 256, (num_bytes,), dtype=torch.uint8, generator=generator
+        )
+        for rank in range(dist.get_world_size())
+    }
 
 
 def _is_as_saved(saver: Saver, num_bytes: int) -> bool:
     found = saver.checkpoints.newest()
     if found is None:
         return False
-    state = {f"weight-{dist.get_rank()}": torch.zeros(num_bytes, dtype=torch.uint8)}
+    saved = _noise(found.commit.step, num_bytes)
+    state = {name: torch.zeros_like(value) for name, value in saved.items()}
     save_load.load(found.path, state)
-    return torch.equal(*state.values(), _noise(found.commit.step, num_bytes))
+    return all(torch.equal(state[name], saved[name]) for name in saved)
 
 
 def look_for_newest(environment: Mapping[str, str], run_dir: Path, path: str) -> dict[str, Any]:

@@ -44,13 +44,14 @@ class ReaderProcess:
     """Makes objects in another process and calls them there, one call at a time.
 
     It starts at once, and is ready after some seconds. `pin` puts tensors that are answered into
-    page-locked memory. A `DataError` of a call is raised here with its message, but none of its
-    attributes, and any other error as a RuntimeError. Where the process has ended that is a
-    RuntimeError, too, or a MemoryError if it was killed.
+    page-locked memory, for the GPU of the thread that starts it. A `DataError` of a call is raised
+    here with its message, but none of its attributes, and any other error as a RuntimeError. Where
+    the process has ended that is a RuntimeError, too, or a MemoryError if it was killed.
     """
 
     def __init__(self, *, pin: bool = False) -> None:
         self._pin = pin
+        self._gpu = torch.cuda.current_device() if pin else -1
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._socket, theirs = socket.socketpair()
@@ -74,7 +75,8 @@ class ReaderProcess:
     def call(self, number: int, method: str, *arguments: Any) -> Any:
         """What a method of object `number` returns; its `close` lets the object go."""
         request = pickle.dumps((number, method, arguments))
-        with self._lock:
+        # A thread without it that page-locks memory would take memory of GPU 0, too.
+        with self._lock, torch.cuda.device(self._gpu):
             try:
                 _send(self._socket, request)
                 answer, memory = _receive(self._socket, self._pin)

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from torchrec import KeyedJaggedTensor
 
 from tests.harness.wait import scaled
 from trainer.coordination.messages import Lease
+from trainer.data import process as reading
 from trainer.data.batches import Batch, LeaseBatches, TrainBatches, ValidationBatches
 from trainer.data.process import ReaderProcess
 from trainer.data.reader import open_source
@@ -94,6 +95,23 @@ def test_a_fault_there_is_raised_here_and_others_go_on(
     with LeaseBatches(train, spec, 0, 1, process=process) as leased:
         leased.submit(Lease(id=0, epoch=0, spans=[(0, 10)]))
         assert next(leased)[0].weight.sum() == 10
+
+
+def test_answers_are_received_with_the_gpu_of_who_started_the_process(process, monkeypatch) -> None:
+    happened: list[object] = []
+
+    @contextmanager
+    def with_gpu(index: int) -> Iterator[None]:
+        happened.append(index)
+        yield
+        happened.append("left")
+
+    receive = reading._receive
+    monkeypatch.setattr(reading, "_receive", lambda *a: happened.append("received") or receive(*a))
+    monkeypatch.setattr(torch.cuda, "device", with_gpu)
+    monkeypatch.setattr(process, "_gpu", 3)
+    process.make(list)
+    assert happened == [3, "received", "left"]
 
 
 def test_a_worker_and_its_reader_load_torch_but_neither_ray_nor_what_plots(process) -> None:

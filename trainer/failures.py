@@ -243,7 +243,7 @@ class EndReason(StrEnum):
     ROWS_SKIPPED = (
         "rows_skipped",
         EndRule(
-            "The loss became NaN on ever more rows: lower optimizer.sparse.lr or "
+            "The loss or a gradient became NaN on ever more rows: lower optimizer.sparse.lr or "
             "optimizer.dense.lr, add a warm-up (optimizer.schedule), or look for outliers in the "
             "data.",
             Budget.USER,
@@ -322,11 +322,11 @@ class UserCodeError(Exception):
 
 
 class NonFiniteLoss(Exception):
-    """The loss became NaN or infinite."""
+    """The loss or a gradient became NaN or infinite."""
 
 
 class NonFiniteRows(NonFiniteLoss):
-    """The loss became NaN or infinite on known rows, which are left out after a restart."""
+    """It did so on known rows, which are left out after a restart."""
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,13 @@ def spec_of(case: Case) -> JobSpec:
     return dlrm_spec(tables, features, optimizer, parallelism, batch_size=case.batch_size)
 
 
-def fused_kernel(table_rows: Sequence[int], **options: Any) -> FusedKernel:
-    """FBGEMM's kernel of tables of 4 columns on the CPU, with random weights."""
+def fused_kernel(
+    table_rows: Sequence[int], dims: Sequence[int] | None = None, **options: Any
+) -> FusedKernel:
+    """FBGEMM's kernel of tables of `dims` (4) columns on the CPU, with random weights."""
     place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
-    kernel = FusedKernel([(rows, 4, *place) for rows in table_rows], **options)
+    sizes = zip(table_rows, dims or [4] * len(table_rows), strict=True)
+    kernel = FusedKernel([(rows, dim, *place) for rows, dim in sizes], **options)
     kernel.init_embedding_weights_uniform(-1, 1)
     return kernel
 

@@ -261,11 +261,12 @@ class Arrive(Message):
     """A group is ready for the next sync, having trained `leases` (ids, whole ones) since the last.
 
     Its copy weighs `weight`, the sum of its rows' weights, or `num_rows` where None. `has_copied`
-    says that a listener's copy is complete; `is_poisoned` that this group's loss became NaN or
-    infinite, so its interval must not count. `may_overlap` says that the group could train on while
-    the averages are formed. `needs_exact` asks for a round that `is_exact`, as before a save.
-    `measured` is the share of the validation rows that it has measured on `commit`, if any, and
-    `synced` what the last sync and its steps took. `num_quarantined` of its rows were left out.
+    says that a listener's copy is complete; `is_poisoned` that this group's loss or a gradient
+    became NaN or infinite, so its interval must not count. `may_overlap` says that the group could
+    train on while the averages are formed. `needs_exact` asks for a round that `is_exact`, as
+    before a save. `measured` is the share of the validation rows that it has measured on `commit`,
+    if any, and `synced` what the last sync and its steps took. `num_quarantined` of its rows were
+    left out.
     `sums` are over its ranks (loss x weight and the like) and become means in the ledger.
     """
 

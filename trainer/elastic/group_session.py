@@ -205,11 +205,13 @@ class GroupSession(Session):
                 break
         self._interval.leases += (lease.id,)
         self._interval.num_rows += lease.num_rows
+        # NaN where anything was not finite; a report that comes later says nothing of it.
+        self._interval.sums[:1] += 0.0 * self.loss_guard.part().sums
         loss = self._interval.sums[0].item()  # once the device has done all
         self._interval.train_s += time.perf_counter() - started_s
         if self.spec.training.on_non_finite == "fail" and not math.isfinite(loss):
             raise NonFiniteLoss(
-                f"the training loss became {loss} by step "
+                f"the training loss or a gradient became {loss} by step "
                 f"{self.state.step + self._num_steps_ahead}; {NON_FINITE_ADVICE}"
             )
 

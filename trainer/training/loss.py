@@ -1,7 +1,10 @@
 """Guard against non-finite or exploding losses, and the weighting of the loss over the ranks.
 
 No later step recovers from a NaN, so none is saved: the job fails, or goes back to its newest
-checkpoint and leaves out the rows since the loss was last finite (`training.on_non_finite`).
+checkpoint and leaves out the rows since the loss was last finite (`training.on_non_finite`). A
+finite loss may have a NaN gradient, as of sqrt at 0. What a step looked up may not be looked up
+again for long, so the gradients of lookups are seen in each step; what a rank holds whole stays
+NaN, and is seen where the guard is read.
 
 Every rank takes the weighted mean over its own rows, and the gradients of all ranks are averaged
 alike. With `data.weight_column`, or with rows quarantined, the ranks of a step hold unequal sums of
@@ -16,25 +19,32 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from trainer.data.batches import Batch
 from trainer.data.position import DataPosition, EpochSpans, SkippedRows, rows_between
 from trainer.failures import NonFiniteLoss, NonFiniteRows
 from trainer.models.networks import LEAST_WEIGHT
 from trainer.parallel.collectives import Part
+from trainer.parallel.model import TwoDParallel
 from trainer.protocol import events
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 
-_REASON = "the loss became NaN or infinite"
+_REASON = "the loss or a gradient became NaN or infinite"
 NON_FINITE_ADVICE = (
-    "lower optimizer.sparse.lr or optimizer.dense.lr, look for outliers in the data, or leave such "
-    "rows out with training.on_non_finite: skip"
+    "lower optimizer.sparse.lr or optimizer.dense.lr, look for outliers in the data and, in a "
+    "module of your own, for roots, logarithms and quotients of 0, or leave such rows out with "
+    "training.on_non_finite: skip"
 )
 _TRAIN_NE = re.compile(r"train/(\w+/)?ne")
+# Gradients are added up so much smaller: no sum of finite ones overflows.
+_SMALL = 2.0**-100
 # A normalised entropy of 1 is what a model without features reaches. One above `_MAX_NE` and above
 # `_EXPLODE_FACTOR` times the best so far explodes, if the task's loss is as far above its best, in
 # so many reports in a row.
@@ -42,7 +52,11 @@ _MAX_NE, _EXPLODE_FACTOR, _EXPLODED_REPORTS = 1.5, 1.5, 3
 
 
 class NonFiniteLossGuard:
-    """Sums the losses of one rank, and checks those of all ranks at reports."""
+    """Sums losses and gradients of one rank, and checks those of all ranks at reports and saves.
+
+    Sums are finite where all that was added is. One that is not is found by the first `part` after
+    the step that made it so.
+    """
 
     def __init__(
         self,
@@ -60,6 +74,9 @@ class NonFiniteLossGuard:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._total = 0.0
         self._finite_at = DataPosition()
+        self._whole: list[torch.Tensor] = []  # weights that this rank holds whole
+        self._has_trained = False  # since the last part
+        self._max_gradient = spec.optimizer.sparse.max_gradient
         # By metric: (least entropy, least loss in reports with one), and reports in a row.
         self._best: dict[str, tuple[float, float]] = {}
         self._num_exploded: dict[str, int] = {}
@@ -96,14 +113,57 @@ class NonFiniteLossGuard:
     def begin_at(self, position: DataPosition) -> None:
         """Training starts from a good state at `position`."""
         self._sum.zero_()
+        self._has_trained = False
         self._finite_at = position
+
+    def watch(self, model: TwoDParallel) -> None:
+        """Count what `model` learns, too; its optimizers are there."""
+        parameters = (p for _, p in in_backward_optimizer_filter(model.named_parameters()))
+        trained = [p.detach() for p in parameters if p.requires_grad]
+        self._whole = [torch.view_as_real(p) if p.is_complex() else p for p in trained]
+        for kernel in model.embedding_kernels():
+            width = math.gcd(*kernel.feature_dims.tolist())
+            # The feature of each `width` columns of what the kernel looks up.
+            features = torch.arange(len(kernel.feature_dims))
+            features = features.repeat_interleave(kernel.feature_dims // width).to(self._sum.device)
+            scale = features.new_full((width,), _SMALL, dtype=torch.float32)
+            watch = partial(self._watch_lookup, features, scale)
+            kernel.register_forward_hook(watch, with_kwargs=True)
+
+    def _watch_lookup(
+        self,
+        features: torch.Tensor,
+        scale: torch.Tensor,
+        kernel: Any,
+        _: Any,
+        inputs: dict[str, Any],
+        looked_up: torch.Tensor,
+    ) -> None:
+        """Add the gradient of what a kernel `looked_up`, [B, columns], or [n, D] of sequences."""
+
+        def add(gradient: torch.Tensor) -> None:
+            if self._max_gradient is not None:  # FBGEMM makes this of what is infinite, too
+                gradient = gradient.clamp(-self._max_gradient, self._max_gradient)
+            sums = gradient.unflatten(1, (-1, len(scale))) @ scale
+            if not kernel.is_nobag:  # no row learns from the gradient of a bag without ids
+                is_empty = inputs["offsets"].diff().view(-1, len(gradient)) == 0
+                sums = sums.masked_fill(is_empty.index_select(0, features).t(), 0.0)
+            self._sum += sums.sum()
+
+        if looked_up.requires_grad:
+            looked_up.register_hook(add)
 
     def add(self, loss: torch.Tensor) -> None:
         """Count the loss of a step, a scalar."""
         self._sum += loss
+        self._has_trained = True
 
     def part(self) -> Part:
-        """The losses since the last part, for `check` of the state that they led to."""
+        """What was added since the last part, for `check` of the state that it led to."""
+        if self._whole and self._has_trained:
+            totals = [weights.sum(dtype=torch.float64) for weights in self._whole]
+            self._sum += torch.stack(totals).sum()
+        self._has_trained = False
         taken = self._sum[None].clone()
         self._sum.zero_()
         return Part(taken, self._read)
@@ -113,7 +173,7 @@ class NonFiniteLossGuard:
         return {}
 
     def check(self, position: DataPosition, step: int, is_first_rank: bool) -> None:
-        """Raise on every rank when a loss was not finite in the newest `part` that was read.
+        """Raise on every rank when something was not finite in the newest `part` that was read.
 
         The part was made at `position`, after `step`. Raises `NonFiniteRows`, the rows since the
         last good state being noted, or `NonFiniteLoss`.
@@ -121,7 +181,7 @@ class NonFiniteLossGuard:
         if math.isfinite(self._total):
             self._finite_at = position
             return
-        message = f"the training loss became {self._total} by step {step}; "
+        message = f"the training loss or a gradient became {self._total} by step {step}; "
         if self._policy == "skip":
             rows = rows_between(self._finite_at, position, self._rows_per_epoch)
             if is_first_rank:

@@ -155,6 +155,7 @@ class Session:
         self.loss_guard = NonFiniteLossGuard(
             spec, RunDir(config.run_dir), self.shape.num_rows, groups.device, self.emit
         )
+        self.loss_guard.watch(self.model)
         self.sync = build_sync(
             self.model,
             spec,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.harness.chaos import SLOW_PACE_S, Campaign, elastic_config
 from tests.harness.elastic import ElasticHarness
@@ -21,6 +24,7 @@ from tests.harness.wait import scaled
 from tests.integration.ranks.test_movielens_arch import example_config
 from trainer.checkpoint.files import checkpoints_of, list_committed
 from trainer.coordination.client import Identity
+from trainer.coordination.messages import Lease
 from trainer.elastic.group_session import GroupSession
 from trainer.failures import EndReason
 from trainer.fault_injection import Fault
@@ -223,17 +227,49 @@ def test_a_run_of_one_group_goes_on_bitwise_from_its_checkpoint(
     assert resumed == whole[-len(resumed) :]
 
 
-def begin_group(config: WorkerConfig) -> dict[str, Any]:
-    """What a group of one rank begins with where no other one trains."""
+@contextmanager
+def begun_group(config: WorkerConfig) -> Iterator[GroupSession]:
+    """A group of one rank, where no other one trains."""
     client = Mock(identity=Identity(0, 0, 0, 1, "127.0.0.1"), token=TOKEN)
     client.join.return_value.has_current = False
     groups = groups_of(config, Layout(1, 1, "inter_host"), host=None)
     session = GroupSession(replace(config, group=GroupConfig(0, 0, "none")), groups, client)
     try:
         session.begin()
-        return snapshot(session)["dense"]
+        yield session
     finally:
         session.close()
+
+
+def begin_group(config: WorkerConfig) -> dict[str, Any]:
+    """What a group begins with."""
+    with begun_group(config) as session:
+        return snapshot(session)["dense"]
+
+
+def train_leases(config: WorkerConfig) -> list[bool]:
+    """Whether the group arrives poisoned after leases of a step each, the second of which has a NaN
+    gradient and a finite loss.
+    """
+    found = []
+    with begun_group(config) as session:
+        bias = next(reversed(session.optimizers.dense.params.values()))
+        bias.register_hook(lambda gradient: gradient * torch.nan if found else gradient)
+        for number in range(2):
+            lease = Lease(id=number, epoch=0, spans=((16 * number, 16 * number + 16),))
+            session._hold([lease])
+            session.train_lease()
+            session._syncing, session._interval = session._interval, session._new_interval()
+            found.append(session._arrival().is_poisoned)
+            assert session.loss_guard.part().sums.isfinite().all(), "no report tells it again"
+    return found
+
+
+def test_a_group_whose_last_gradient_was_nan_does_not_count_in_the_mean(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = example_config(small_movielens, tmp_path, *ONE_GROUP, "training.on_non_finite=skip")
+    assert run_in_turn(1, (train_leases, config)) == [[[False, True]]]
 
 
 def test_a_group_that_begins_from_another_job_keeps_the_steps_of_adam(

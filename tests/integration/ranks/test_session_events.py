@@ -45,7 +45,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.spec.training import DenseOptimizerName
-from trainer.training.worker import run_worker, train
+from trainer.training.worker import named_failures, run_worker, train
 
 POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
 TWO_COPIES = ("parallelism.workers=2", "parallelism.shard_group_size=1")
@@ -97,6 +97,53 @@ def test_a_nan_fails_the_job_or_costs_it_the_rows_since_the_last_finite_report(
         assert state.rows_skipped == 320
         assert state.position.rows_done(10**9) == 25 * 64 + 320
         assert state.rows_trained == 25 * 64
+
+
+def run_into_nan_gradient(config: WorkerConfig, where: str) -> str:
+    """A run in which the gradient of step 10 is NaN on rank 1, in one part of the model; its end's
+    reason.
+    """
+    session = open_session(config)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        is_due = dist.get_rank() == 1 and session.state.step == 9
+        return gradient * torch.nan if is_due else gradient
+
+    pooled = SparseArch._pooled
+
+    def spoilt(arch: SparseArch, *inputs: Any) -> torch.Tensor:
+        vectors = pooled(arch, *inputs)
+        vectors.register_hook(spoil)
+        return vectors
+
+    if where == "dense part":
+        next(iter(session.optimizers.dense.params.values())).register_hook(spoil)
+    try:
+        with (
+            patch.object(SparseArch, "_pooled", spoilt if where == "tables" else pooled),
+            named_failures(),
+        ):
+            train(session)
+    except failures.WorkerFailure as failure:
+        return failure.reason
+    return ""
+
+
+@pytest.mark.parametrize("where", ["tables", "dense part"])
+def test_a_nan_gradient_behind_a_finite_loss_is_not_saved_and_costs_the_rows_of_its_step(
+    small_movielens: Path, tmp_path: Path, where: str
+) -> None:
+    config = make_config(
+        small_movielens,
+        tmp_path,
+        *UNTIL_POISON,
+        "training.on_non_finite=skip",
+        "data.split.validation=null",
+    )
+    assert run_ranks(run_into_nan_gradient, 2, config, where) == [EndReason.ROWS_SKIPPED] * 2
+    (skipped,) = told(config.run_dir, RowsSkipped)
+    assert (skipped.epoch, skipped.start, skipped.num_rows) == (0, 5 * 32, 320)
+    assert not list_committed(RunDir(config.run_dir).checkpoints_dir), "step 10 was to be saved"
 
 
 @pytest.fixture

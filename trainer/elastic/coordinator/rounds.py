@@ -332,13 +332,15 @@ class SyncRounds:
             self._skip(group, now)
 
     def _skip(self, group: Group, now: float) -> None:
-        """A group's loss became NaN: leave out the rows that it trained, and discard its state."""
+        """A group's loss or a gradient became NaN: leave out the rows that it trained, and discard
+        its state.
+        """
         self._num_skips[group.group] += 1
         num_skips = self._num_skips[group.group]
         is_too_often = num_skips > _MAX_SKIPS_IN_A_ROW
         others = [each for each in self._groups.current if each is not group]
         again = f" in {num_skips} intervals in a row" if num_skips > 1 else ""
-        message = f"group {group.group}: the training loss became nan{again}"
+        message = f"group {group.group}: the training loss or a gradient became nan{again}"
         if is_too_often and not all(self._num_skips[each.group] for each in others):
             del self._num_skips[group.group]
             self.lose(group, "non_finite", f"{message}, and that of others did not", now)
@@ -351,7 +353,7 @@ class SyncRounds:
             lease = self._book.skip(lease_id)
             self._skipped.append(lease)
             starts, stops = zip(*lease.spans, strict=True)
-            reason = "the training loss became NaN or infinite on them"
+            reason = "the training loss or a gradient became NaN or infinite on them"
             skipped = events.RowsSkipped(
                 time=now,
                 epoch=lease.epoch,
@@ -365,7 +367,7 @@ class SyncRounds:
         self._book.give_back(group.group)
         group.demote()
         if not others:
-            message = "its loss became NaN and no other group holds the state"
+            message = "its loss or a gradient became NaN and no other group holds the state"
             self._effects += group.dismiss(fenced(message))
             self.let_go(group, "poisoned", now)
 

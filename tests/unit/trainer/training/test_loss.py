@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from torch import nn
 
 from tests.harness.builders import spec
-from tests.harness.small_model import dlrm_spec
+from tests.harness.small_model import dlrm_spec, fused_kernel
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.errors import TooManyBadRowsError
 from trainer.failures import NonFiniteLoss
@@ -168,3 +170,63 @@ def test_entropies_that_jump_with_the_number_of_rare_positives_end_nothing(
     for _ in range(5):
         judge(guard, (1.6, 0.04))
         guard.judge({"train/loss": 1e-4})
+
+
+def model_of(kernels: list[Any], **parameters: nn.Parameter) -> Any:
+    """What a guard sees of a model."""
+    return SimpleNamespace(named_parameters=parameters.items, embedding_kernels=lambda: kernels)
+
+
+def is_found(guard: NonFiniteLossGuard, kernel: Any, gradient: torch.Tensor) -> bool:
+    """Whether the guard finds fault with a step in which `kernel` had this `gradient`.
+
+    Three bags of each of two features, with 1, 0 and 1 ids.
+    """
+    ids, offsets = torch.zeros(4, dtype=torch.int64), torch.tensor([0, 1, 1, 2, 3, 3, 4])
+    kernel(indices=ids, offsets=offsets).backward(gradient)
+    return not guard.part().sums.isfinite().item()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dims", [(4, 4), (4, 12)])
+def test_a_gradient_of_a_lookup_is_seen_where_a_row_learns_from_it(
+    guard: NonFiniteLossGuard, dims: tuple[int, int], bad: float
+) -> None:
+    kernel = fused_kernel([5, 7], dims)
+    guard.watch(model_of([kernel]))
+    gradient = torch.full((3, sum(dims)), torch.finfo(torch.float32).max)
+    gradient[1] = bad
+    assert not is_found(guard, kernel, gradient), "that bag has no ids, and no sum overflows"
+    for column in range(sum(dims)):
+        gradient[2] = 0.0
+        gradient[2, column] = bad
+        assert is_found(guard, kernel, gradient)
+
+
+def test_what_is_clamped_or_of_a_sequence_is_seen_as_fbgemm_takes_it(tmp_path: Path) -> None:
+    clamping = spec(optimizer={"sparse": {"max_gradient": 1.0}})
+    guard = NonFiniteLossGuard(
+        clamping, RunDir(tmp_path), 100, torch.device("cpu"), lambda event: None
+    )
+    options = {"gradient_clipping": True, "max_gradient": 1.0, "pooling_mode": PoolingMode.NONE}
+    kernel = fused_kernel([5, 7], **options)
+    guard.watch(model_of([kernel]))
+    gradient = torch.tensor([math.inf, -math.inf, 1.0, 0.0]).repeat(4, 1)
+    assert not is_found(guard, kernel, gradient)
+    gradient[3, 3] = math.nan
+    assert is_found(guard, kernel, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
+def test_weights_held_whole_are_looked_at_where_something_was_trained_since(
+    guard: NonFiniteLossGuard, dtype: torch.dtype
+) -> None:
+    weights = nn.Parameter(torch.full((3,), 6e4, dtype=dtype))
+    mask = nn.Parameter(torch.tensor(-math.inf), requires_grad=False)
+    guard.watch(model_of([], weights=weights, mask=mask))
+    guard.add(torch.tensor(1.0))
+    assert guard.part().sums.isfinite().all(), "what is frozen may be what it is"
+    weights.detach()[1] = math.nan
+    guard.add(torch.tensor(1.0))
+    assert guard.part().sums.isnan().all()
+    assert guard.part().sums.isfinite().all(), "it was told, as a group's fault with its lease"

@@ -14,8 +14,10 @@ With `training.dense_precision: bf16` it runs under torch.autocast: Linear layer
 products give bfloat16, torch's own losses float32; any other loss starts from `.float()`. Lookups
 are float32 in any case. Predictions may be of any precision, losses not of half precision.
 
-Rows with `batch.weight` 0 only fill up a batch: they must not count in a loss. Each parameter gets
-a gradient in every step or in none, but with `training.accumulate_steps`, where that may vary.
+Rows with `batch.weight` 0 only fill up a batch: they must not count in a loss. Some row weighs
+more: where a rank has none that counts, all weigh 1 for the network, and its losses count 0 times.
+Each parameter gets a gradient in every step or in none, but with `training.accumulate_steps`, where
+that may vary.
 
 What goes wrong inside the user's code is a `UserCodeError` with the user's own lines; what only
 passes through it (a lost peer, too little memory) stays what it is.
@@ -29,6 +31,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +71,10 @@ class UserRecommender(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and outputs of one batch; raises `UserCodeError` for what breaks the contract."""
+        counts = batch.weight.any()  # else a mean by weight is 0 / 0
+        weight = torch.where(counts, batch.weight, 1.0)
         with users_code(self._module):
-            answer = self.network(batch)
+            answer = self.network(replace(batch, weight=weight))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise self._error(f"forward must return (losses, predictions), not {_kind(answer)}")
         losses, predictions = answer
@@ -78,7 +83,7 @@ class UserRecommender(nn.Module):
             raise self._error("the loss depends on no parameter: it was detached on its way")
         outputs = self._outputs(predictions, batch.num_rows).detach()
         # A copy: they are kept until a report, and may be a part of much, or of a buffer.
-        return loss, outputs.to(torch.float32, copy=True)
+        return loss * counts, outputs.to(torch.float32, copy=True)
 
     def _total(self, losses: Any) -> torch.Tensor:
         named = losses if isinstance(losses, Mapping) else {"": losses}

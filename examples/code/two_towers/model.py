@@ -41,8 +41,8 @@ class TwoTowers(nn.Module):
         )
         predictions = (user * movie).sum(dim=1, keepdim=True) + self.bias
         errors = (predictions[:, 0] - batch.label[:, 0]) ** 2
-        # Rows of weight 0 only fill up the batch.
-        loss = (errors * batch.weight).sum() / batch.weight.sum().clamp(min=1.0)
+        # Rows of weight 0 only fill up the batch, and some row weighs more.
+        loss = (errors * batch.weight).sum() / batch.weight.sum()
         return {"rating": loss}, predictions
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from tests.conftest import REPO
 from tests.harness.small_model import plain_batch
 from tests.unit.trainer.models.test_recommender import CPU, POOLED, jagged, make_batch, make_spec
+from trainer.data.batches import Batch
 from trainer.failures import EndReason, UserCodeError, WorkerFailure
 from trainer.models.networks import build_model
 from trainer.models.user_module import UserRecommender, load_class
@@ -108,6 +110,21 @@ def test_losses_count_by_the_weights_of_their_tasks() -> None:
     losses = {"clicks": 2 * LOSS, "other": LOSS}
     loss, _ = answering(lambda: (losses, torch.zeros(3, 1)), tasks)
     assert loss.item() == pytest.approx(0.25 * 2 + 1)
+
+
+def test_a_batch_without_a_row_that_counts_has_a_loss_and_gradients_of_0() -> None:
+    class Own(nn.Module):
+        def forward(self, batch: Batch) -> Any:
+            outputs = scale * torch.arange(1.0, 4.0)
+            return (outputs * batch.weight).sum() / batch.weight.sum(), outputs
+
+    scale = nn.Parameter(torch.ones(()))
+    model = UserRecommender(Own(), "own:Own", (TASK,))
+    for weights, mean in ([0.0, 0.0, 0.0], 0.0), ([0.0, 0.25, 0.25], 2.5):
+        scale.grad = None
+        loss, _ = model(replace(make_batch(make_spec(POOLED[:1])), weight=torch.tensor(weights)))
+        loss.backward()
+        assert (loss.item(), scale.grad.item()) == (mean, mean)
 
 
 def test_predictions_that_are_kept_until_a_report_hold_no_memory_of_the_network() -> None:
@@ -379,7 +396,9 @@ def test_the_shipped_example_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> 
     model = filled(build_model(spec, CPU))
     sparse = jagged({feature.name: [[], [], []] for feature in spec.pooled_features})
     dense = torch.rand(3, len(spec.dense_features))
-    loss, outputs = model(plain_batch(dense, sparse, torch.ones(3, 1)))
+    batch = plain_batch(dense, sparse, torch.tensor([[1.0], [2.0], [3.0]]))
+    loss, outputs = model(replace(batch, weight=torch.tensor([0.2, 0.0, 0.2])))
+    assert loss.item() == pytest.approx(((outputs - batch.label)[[0, 2]] ** 2).mean().item())
     loss.backward()
     assert outputs.shape == (3, 1)
     assert not outputs.requires_grad

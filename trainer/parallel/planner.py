@@ -485,10 +485,7 @@ def uses_node_groups(plan: ShardingPlan) -> bool:
 
 
 def table_plans(plan: ShardingPlan, spec: JobSpec) -> list[events.TablePlan]:
-    """How each table is sharded, in spec order, with positions inside the sharding group.
-
-    A data-parallel table has one whole shard at every position.
-    """
+    """How each table is sharded, in spec order, with positions inside the sharding group."""
     parameters = _parameters(plan)
     return [_table_plan(table, parameters[table.name], spec) for table in spec.embedding_tables]
 
@@ -510,6 +507,7 @@ def group_plan_of(plan: ShardingPlan, spec: JobSpec, size: int) -> GroupPlan:
     placements = tuple(_placement(table, *kernels[table.name], size) for table in tables)
     shards = {
         table.name: [(each.position, each.num_rows, each.num_columns) for each in table.shards]
+        or [(place, table.num_embeddings, table.embedding_dim) for place in range(size)]
         for table in tables
     }
     return GroupPlan(tables=placements, ranks=rank_loads(spec, size, placements, shards))
@@ -519,13 +517,12 @@ def _placement(
     table: events.TablePlan, kernel: str, load_factor: float, size: int
 ) -> TablePlacement:
     ranks = tuple(dict.fromkeys(shard.position for shard in table.shards))
-    is_everywhere = table.sharding_type == DATA_PARALLEL
     return TablePlacement(
         name=table.name,
         sharding_type=table.sharding_type,
         compute_kernel=kernel,
-        ranks=None if len(ranks) == size else ranks,
-        row_parts=1 if is_everywhere else len({shard.row_offset for shard in table.shards}),
+        ranks=ranks if 0 < len(ranks) < size else None,
+        row_parts=len({shard.row_offset for shard in table.shards}) or 1,
         load_factor=load_factor,
     )
 
@@ -543,12 +540,6 @@ def _table_plan(
     table: EmbeddingTableSpec, parameter: ParameterSharding, spec: JobSpec
 ) -> events.TablePlan:
     assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
-    whole = [table.num_embeddings, table.embedding_dim]
-    rectangles = [
-        (_position(shard), shard.shard_offsets, shard.shard_sizes) for shard in _shards(parameter)
-    ]
-    if not rectangles:
-        rectangles = [(place, [0, 0], whole) for place in range(spec.parallelism.group_size)]
     return events.TablePlan(
         name=table.name,
         sharding_type=parameter.sharding_type,
@@ -558,13 +549,13 @@ def _table_plan(
         size_bytes=spec.size_bytes(table) or 0,
         shards=[
             events.TablePlan.Shard(
-                position=position,
-                row_offset=offsets[0],
-                column_offset=offsets[1],
-                num_rows=sizes[0],
-                num_columns=sizes[1],
+                position=_position(shard),
+                row_offset=shard.shard_offsets[0],
+                column_offset=shard.shard_offsets[1],
+                num_rows=shard.shard_sizes[0],
+                num_columns=shard.shard_sizes[1],
             )
-            for position, offsets, sizes in rectangles
+            for shard in _shards(parameter)
         ],
     )
 

@@ -112,7 +112,8 @@ class TablePlan(EventPart):
     """How the planner sharded one table inside each sharding group.
 
     `shards` has, for each shard, the position in the sharding group (0 to L - 1), the first row
-    and column that it holds and their number.
+    and column that it holds and their number. A data-parallel table is whole at every position, and
+    lists none.
     """
 
     class Shard(EventPart):
@@ -154,7 +155,8 @@ class Prediction(EventPart):
 class WorkersStarted(EventModel):
     """A worker group run has built its process groups; `resumed_step` is 0 on a fresh start.
 
-    `prediction` is None where too little is known of the cluster.
+    `tables` is empty where it would make the record longer than one may be, `prediction` None where
+    too little is known of the cluster.
     """
 
     kind: Literal["workers_started"] = "workers_started"
@@ -568,6 +570,14 @@ Event = Annotated[
     Field(discriminator="kind"),
 ]
 EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def write_record(event: Event) -> bytes:
+    """The record as a line. Workers are told of without their tables where those take too much."""
+    line = event.model_dump_json().encode() + b"\n"
+    if len(line) > MAX_RECORD_BYTES and isinstance(event, WorkersStarted) and event.tables:
+        return write_record(event.model_copy(update={"tables": []}))
+    return line
 
 
 def read_record(line: bytes, now: float) -> Event:

@@ -25,6 +25,7 @@ from trainer.protocol.events import (
     Event,
     EventBatch,
     read_record,
+    write_record,
 )
 from trainer.protocol.run_dir import AttemptDir
 
@@ -50,7 +51,7 @@ class EventWriter:
     def write(self, event: Event) -> None:
         """Append `event`. When storage is full the line is kept and goes out with the next one."""
         with self._lock:
-            self._pending += event.model_dump_json().encode() + b"\n"
+            self._pending += write_record(event)
             try:
                 with self._path.open("ab", buffering=0) as file:
                     while self._pending:

@@ -319,6 +319,7 @@ class Reference:
         self.scale = len(self.groups) if case.moment_scale == "auto" else float(case.moment_scale)
         self.columns = {
             plan.name: sorted({(s.column_offset, s.num_columns) for s in plan.shards})
+            or [(0, plan.embedding_dim)]
             for plan in plans
         }
         self.heads = [Head() for _ in self.groups]

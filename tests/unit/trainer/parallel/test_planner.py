@@ -22,6 +22,7 @@ from trainer.parallel.mesh import ranks_per_host, replicas_per_level
 from trainer.parallel.planner import (
     Bandwidths,
     PlanError,
+    group_plan_of,
     median_bandwidths,
     narrowed,
     obstacle,
@@ -110,10 +111,13 @@ def test_table_plans_name_the_position_and_rectangle_of_each_shard() -> None:
     assert rectangles == [(0, 0, 0, 100, 4), (1, 0, 4, 100, 4)]
 
 
-def test_a_data_parallel_table_is_whole_at_every_position() -> None:
-    (table,) = table_plans(_plan("data_parallel", None), _spec(2))
-    assert [shard.position for shard in table.shards] == [0, 1]
-    assert {(shard.num_rows, shard.num_columns) for shard in table.shards} == {(100, 8)}
+def test_a_data_parallel_table_lists_no_shards_and_is_whole_at_every_position() -> None:
+    plan = _plan("data_parallel", None)
+    (table,) = table_plans(plan, _spec(2))
+    assert table.shards == []
+    found = group_plan_of(plan, _spec(2), 2)
+    assert (found.tables[0].ranks, found.tables[0].row_parts) == (None, 1)
+    assert [rank.tables_bytes for rank in found.ranks] == [100 * 8 * 4] * 2
 
 
 def test_a_placed_plan_is_a_copy_on_the_ranks_of_a_group() -> None:

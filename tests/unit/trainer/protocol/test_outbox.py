@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.builders import row_wise_plan, workers_started
 from tests.harness.wait import scaled
 from trainer.protocol.events import EventBatch, Note
 from trainer.protocol.outbox import EventWriter, OutboxPoster, read_batch
@@ -74,6 +75,34 @@ def test_streams_are_posted_in_order_and_later_runs_of_worker_groups_later(outbo
         ("workers-10", 1),
     ]
     assert service.taken["workers-2"] == list(range(1200))
+
+
+@pytest.mark.parametrize(("num_shards", "is_told"), [(0, True), (512, False)])
+def test_workers_of_5000_tables_start_whatever_their_plan_takes(
+    outbox: Path, num_shards: int, is_told: bool
+) -> None:
+    size = 512
+    tables = [row_wise_plan(f"table_{number:04}", num_embeddings=10**9) for number in range(5000)]
+    shards = [tables[0].shards[0].model_copy(update={"position": p}) for p in range(num_shards)]
+    # The first hundred tables have that many shards, the others are data-parallel.
+    tables = [each.model_copy(update={"shards": shards}) for each in tables[:100]] + [
+        each.model_copy(update={"sharding_type": "data_parallel", "shards": []})
+        for each in tables[100:]
+    ]
+    groups = {
+        "world_size": 8 * size,
+        "shard_group_size": size,
+        "num_replicas": 8,
+        "sharding_groups": [list(range(g * size, (g + 1) * size)) for g in range(8)],
+        "replica_groups": [list(range(s, 8 * size, size)) for s in range(size)],
+        "hosts": [f"ip-10-0-{n // 256}-{n % 256}.eu-central-1.compute.internal" for n in range(512)]
+        * 8,
+        "table_shards": {each.name: each.sharding_type for each in tables},
+    }
+    started = workers_started().model_copy(update={**groups, "tables": tables})
+    EventWriter(outbox / "workers-0.jsonl").write(started)
+    (told,), _ = read_batch(outbox / "workers-0.jsonl", 0)
+    assert told == (started if is_told else started.model_copy(update={"tables": []}))
 
 
 def test_an_unfinished_line_waits_for_its_end_and_a_damaged_one_keeps_the_numbering(

@@ -52,6 +52,7 @@ from trainer.data.position import (
     step_start,
 )
 from trainer.failures import restart_delay_s
+from trainer.parallel.collectives import in_background
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
 from trainer.protocol.run_dir import RunDir
@@ -192,7 +193,7 @@ class CheckpointManager:
         if is_beside:
             planner, tensors = self._staging.stage(tensors), {}
         write = partial(self._write, self._folder / name, commit, tensors, planner)
-        end = save_load.in_thread(write)
+        end = in_background(write, "checkpoint", self._groups.device)
         if not is_beside:
             futures.wait([end])
         self._pending = PendingSave(commit.step, time.perf_counter() - started_s, end)

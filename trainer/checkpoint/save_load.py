@@ -19,7 +19,6 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +48,6 @@ from trainer.checkpoint.files import (
 )
 from trainer.checkpoint.remote_io import METADATA, RemoteWriter, SafeLoadPlanner, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
-from trainer.parallel.collectives import in_background
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol.run_dir import FileRecord, file_record
 from trainer.storage import Location
@@ -336,8 +334,8 @@ class Staging:
         live.set_up_planner(state)
         share = self._share = self._share or live.create_local_plan()
         copies = {item.index: self._copy(item, live.resolve_data(item)) for item in share.items}
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._groups.device.type == "cuda":
+            torch.cuda.synchronize(self._groups.device)
         return StagedPlanner(share, copies)
 
     def _copy(self, item: WriteItem, value: torch.Tensor | io.BytesIO) -> torch.Tensor | bytes:
@@ -350,15 +348,3 @@ class Staging:
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
             self._buffers[item.index] = buffer
         return buffer.copy_(value, non_blocking=True)
-
-
-def in_thread(task: Callable[[], Result]) -> Future[Result]:
-    """Run `task` in a thread with this one's GPU; a future with its result or error."""
-    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def run() -> Result:
-        if gpu is not None:
-            torch.cuda.set_device(gpu)  # or a new thread takes memory of GPU 0, too
-        return task()
-
-    return in_background(run, "checkpoint")

@@ -74,12 +74,19 @@ def pairwise_sum(parts: torch.Tensor, weights: Sequence[float] | None = None) ->
     return sums[0]
 
 
-def in_background(task: Callable[[], _T], name: str) -> Future[_T]:
-    """Run `task` in a thread with that name; a future with its result or error."""
+def in_background(
+    task: Callable[[], _T], name: str, device: torch.device | None = None
+) -> Future[_T]:
+    """Run `task` in a thread with that name; a future with its result or error.
+
+    `device` is that of the tensors and events that the task deals with, if any.
+    """
     done: Future[_T] = Future()
 
     def run() -> None:
         try:
+            if device is not None and device.type == "cuda":
+                torch.cuda.set_device(device)  # or this thread takes memory of GPU 0, too
             done.set_result(task())
         except BaseException as error:  # whatever it is, whoever asks for the result raises it
             done.set_exception(error)
@@ -128,7 +135,7 @@ class PendingParts:
         self._copied = torch.cuda.Event() if is_cuda else None
         if self._copied is not None:
             self._copied.record()
-        self._done = in_background(partial(self._reduce, group), "report")
+        self._done = in_background(partial(self._reduce, group), "report", device)
 
     def _reduce(self, group: dist.ProcessGroup) -> None:
         if self._copied is not None:

@@ -1,10 +1,11 @@
-"""Who writes what of a checkpoint: each rank finds its share by itself."""
+"""Who writes what of a checkpoint: each rank finds its share by itself, and copies that."""
 
 from __future__ import annotations
 
 from collections import Counter
 from datetime import timedelta
 from typing import Any, cast
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
-from trainer.checkpoint.save_load import SharePlanner
+from trainer.checkpoint.save_load import SharePlanner, Staging
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups
 
@@ -81,3 +82,12 @@ def test_copies_of_a_shard_write_equally_many_bytes(placement: str) -> None:
     plans = [_plan(SharePlanner(groups), _state(groups, [800] * 12, [])) for groups in ranks]
     bytes_of = [sum(_numel(item) for item in plan.items if item.tensor_data) for plan in plans]
     assert bytes_of == [3 * 400 * 4] * 8
+
+
+@patch.object(torch, "cuda")
+def test_copies_of_a_rank_on_cpus_ask_nothing_of_gpus_that_are_there(cuda: Mock) -> None:
+    (groups,) = _groups(Layout(1, 1, "intra_host"))
+    planner = Staging(groups).stage({"dense": torch.ones(2)})
+    (item,) = planner.create_local_plan().items
+    assert torch.equal(cast(torch.Tensor, planner.resolve_data(item)), torch.ones(2))
+    assert not cuda.mock_calls

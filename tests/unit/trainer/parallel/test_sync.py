@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from unittest.mock import Mock, PropertyMock, patch
 
@@ -17,6 +18,7 @@ from trainer.parallel.collectives import (
     Buffers,
     Exchange,
     ReplicaCollectives,
+    in_background,
     run_exchanges,
 )
 from trainer.parallel.row_store import FlatRows
@@ -214,3 +216,14 @@ def test_no_portion_is_formed_after_one_that_failed() -> None:
     assert pending.form_means.call_count == 2
     pending.land.assert_not_called()
     background.close()
+
+
+@patch.object(torch.cuda, "set_device")
+def test_a_thread_in_the_background_has_the_gpu_of_its_task(set_device: Mock) -> None:
+    threads: list[str] = []
+    set_device.side_effect = lambda _: threads.append(threading.current_thread().name)
+    device = torch.device("cuda", 3)
+    assert in_background(lambda: list(threads), "report", device).result() == ["report"]
+    set_device.assert_called_once_with(device)
+    for none in (None, torch.device("cpu")):
+        assert in_background(lambda: len(threads), "report", none).result() == 1

@@ -37,7 +37,7 @@ from service.jobs.logs import is_source
 from service.settings import Settings
 from service.storage import DEADLINE_S, in_time
 from trainer.protocol.events import STREAM_PATTERN
-from trainer.protocol.log_pump import append, parts_of
+from trainer.protocol.log_pump import Part, append, last_part
 from trainer.protocol.mirror import (
     PIECE_BYTES,
     comes_from_service,
@@ -192,6 +192,9 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
 
 # Of a file one piece after another: a request whose time was over may still be at work.
 _writing = [threading.Lock() for _ in range(64)]
+# With which logs end, of at most so many: a folder of thousands takes long to list.
+_last_parts: dict[Path, Part] = {}
+_MAX_LAST_PARTS = 20_000
 
 
 def _lock_of(path: Path) -> threading.Lock:
@@ -289,15 +292,21 @@ def append_log(
         raise NoSuchRunFile(f"log {source[:40]}")
     _check_room(settings)
     log = run_dir_of(settings, attempt.job_id).attempt(attempt.id).log_path(source)
+    max_bytes = settings.log_max_bytes
+    list_files = partial(list_untrusted, log.parent, settings.runs_dir)
     with _lock_of(log):
-        parts = parts_of(log, list_untrusted(log.parent, settings.runs_dir))
-        end = parts[-1][0] + parts[-1][1].lstat().st_size if parts else 0
+        part, size = last_part(log, max_bytes, _last_parts.get(log), list_files)
+        end = part[0] + size
         if at not in (None, end) or not data:
             return end, False
         with open_folder(log.parent, settings.runs_dir, make=True):
             opened = partial(open_untrusted, within=settings.runs_dir, mode="ab")
             # A job that holds the lock of its log keeps none of us waiting.
-            append(log, settings.log_max_bytes, data, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_kind = fcntl.LOCK_EX | fcntl.LOCK_NB
+            part = append(log, max_bytes, data, part, opened, lock_kind)
+        if len(_last_parts) >= _MAX_LAST_PARTS:
+            _last_parts.clear()
+        _last_parts[log] = part
         return end + len(data), True
 
 

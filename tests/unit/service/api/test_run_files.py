@@ -358,6 +358,14 @@ def test_logs_have_the_names_of_processes_and_pieces_follow_one_another(
     assert answer.json() == {"version": None, "size": 0}
     beyond = house.send("PUT", url, "driver", content=b"xxxx", params={"at": 0, "total": 3})
     problem_in(beyond, 422, "invalid_request")
+    found = run_storage.list_untrusted
+    with mock.patch.object(run_storage, "list_untrusted", wraps=found) as listed:
+        ends = [
+            house.send("POST", f"{base}/logs/rank-1", "driver", content=b"xx").json()["end"]
+            for _ in range(3)
+        ]
+    assert ends == [2, 4, 6]
+    assert listed.call_count == 1, "of the logs of thousands of ranks"
 
 
 @pytest.mark.parametrize("full", [{"f_bavail": 4}, {"f_favail": 4}])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.jobs.logs import MAX_TAIL_BYTES, LogPosition, read_at, read_new, tail_offset
-from trainer.protocol.log_pump import append, parts_of
+from trainer.protocol import log_pump
+from trainer.protocol.log_pump import Part, append, parts_of
 from trainer.protocol.run_dir import AttemptDir
 
 
@@ -33,6 +35,25 @@ def test_a_process_that_starts_again_goes_on_where_the_log_was(tmp_path: Path) -
     for number in range(50):
         append(log, 4000, f"life {number}\n".encode() * 10)
     assert _whole(log) == b"".join(f"life {number}\n".encode() * 10 for number in range(50))
+
+
+def test_writers_list_the_folder_only_as_parts_end_and_go_on_where_another_began_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, listed = tmp_path / "rank-0.log", list[Path]()
+    monkeypatch.setattr(
+        log_pump, "parts_of", lambda log, files=None: listed.append(log) or parts_of(log, files)
+    )
+    known: list[Part | None] = [None, None]
+    lines = [f"line {number:04d}\n".encode() for number in range(700)]
+    for number, line in enumerate(lines):
+        writer = number // 30 % 2
+        known[writer] = append(log, 4000, line, known[writer])
+    parts = parts_of(log)
+    assert [offset for offset, _ in parts] == [0, 4000, 5000, 6000]
+    kept = b"".join(path.read_bytes() for _, path in parts)
+    assert kept == b"".join(lines[:100] + lines[400:])
+    assert len(listed) == 2 + 6 * (2 + 1), "at first; of each part by who began it, and the other"
 
 
 def test_a_reader_is_told_what_was_dropped_and_goes_on_behind_it(tmp_path: Path) -> None:

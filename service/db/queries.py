@@ -318,34 +318,42 @@ def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: Inge
         _forget_first_checkpoints(connection, job.id)
     if result.timeline:
         add_timeline(connection, _fitting(connection, job.id, result.timeline))
+    if any(len(json.dumps(event.data)) > _LARGE_BYTES for event in result.timeline):
+        _empty_first_large(connection, job.id)
 
 
 def _fitting(
     connection: Connection, job_id: str, told: Sequence[TimelineEvent]
 ) -> list[TimelineEvent]:
-    """What of a driver's events the timeline of its job has room for, the first of them.
-
-    Pages of it are read as a whole, so that large events are bounded together.
-    """
-    own = timeline.c.job_id == job_id
-    lines = select(timeline.c.id).where(own).limit(_MAX_LINES)
+    """What of a driver's events the timeline of its job has room for, the first of them."""
+    lines = select(timeline.c.id).where(timeline.c.job_id == job_id).limit(_MAX_LINES)
     num_lines = connection.execute(select(func.count()).select_from(lines.subquery())).scalar_one()
     fitting = [*told[: max(0, _MAX_LINES - 1 - num_lines)]]
     if num_lines < _MAX_LINES and len(fitting) < len(told):
         message = "the timeline is full: what the job tells from now on is left out"
         fitting.append(replace(told[0], kind="note", message=message, data={"level": "warning"}))
-    sizes = [len(json.dumps(event.data)) for event in fitting]
-    if max(sizes, default=0) <= _LARGE_BYTES:
-        return fitting
-    size = func.length(type_coerce(timeline.c.data, Text))
-    large = select(func.sum(size)).where(own, size > _LARGE_BYTES)
-    room = _MAX_LARGE_BYTES - (connection.execute(large).scalar_one() or 0)
-    for at, num_bytes in enumerate(sizes):
-        if num_bytes > _LARGE_BYTES:
-            room -= num_bytes
-            if room < 0:
-                fitting[at] = replace(fitting[at], data={"left_out_bytes": num_bytes}, kind="note")
     return fitting
+
+
+def _empty_first_large(connection: Connection, job_id: str) -> None:
+    """Make notes of the first large events of a job's drivers, until the others fit together: pages
+    of a timeline are read as a whole.
+
+    The newest of each kind go last: a plan outlives any number of checkpoints.
+    """
+    known = timeline.c
+    num_bytes = func.length(type_coerce(known.data, Text))
+    is_large = (known.job_id == job_id) & (known.actor == "driver") & (num_bytes > _LARGE_BYTES)
+    query = select(known.id, known.kind, num_bytes.label("num_bytes")).where(is_large)
+    large = connection.execute(query.order_by(known.id)).all()
+    newest = {line.kind: line.id for line in large}
+    num_left_out = sum(line.num_bytes for line in large) - _MAX_LARGE_BYTES
+    for line in sorted(large, key=lambda line: line.id == newest[line.kind]):
+        if num_left_out <= 0:
+            return
+        num_left_out -= line.num_bytes
+        emptied = update(timeline).where(known.id == line.id)
+        connection.execute(emptied.values(kind="note", data={"left_out_bytes": line.num_bytes}))
 
 
 def _decision_part(job: Job) -> tuple[JobStatus, float | None, str | None]:

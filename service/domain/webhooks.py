@@ -24,6 +24,8 @@ _GROWTH = 4.0
 # Half of a delay is fixed, the rest random, so that retries do not arrive together.
 _FIXED_SHARE = 0.5
 MAX_DEAD_IN_A_ROW = 5
+# Of a message about an event: who wants the rest of its data reads the timeline.
+MAX_BODY_CHARS = 1 << 18
 _SECRET_BYTES = 32
 _HTTP_GONE = 410
 
@@ -135,7 +137,7 @@ def retry_delay_s(num_tries: int, chance: float) -> float:
 
 
 def body_of(event: TimelineEvent, project: str) -> str:
-    """The message about a timeline event, as JSON."""
+    """The message about a timeline event, as JSON; without its data where that is large."""
     data = {
         "event_id": event.id,
         "project": project,
@@ -145,7 +147,10 @@ def body_of(event: TimelineEvent, project: str) -> str:
         "actor": event.actor,
         "data": event.data,
     }
-    return _message(event.kind, event.time, data)
+    body = _message(event.kind, event.time, data)
+    if len(body) <= MAX_BODY_CHARS:
+        return body
+    return _message(event.kind, event.time, {**data, "data": {"left_out_bytes": len(body)}})
 
 
 def test_body(webhook: Webhook, now: float) -> str:

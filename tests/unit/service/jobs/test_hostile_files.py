@@ -16,6 +16,7 @@ from service.auth import permissions
 from service.db import queries
 from service.domain.metrics import MAX_METRICS, MAX_OF_TABLES
 from service.domain.models import JobStatus
+from service.domain.sharding import newest_workers
 from service.jobs import actions, run_storage
 from service.jobs.run_storage import limit_growth, run_dir_of, withdraw_pause
 from service.reconciler.outbox import unread_batches
@@ -274,20 +275,26 @@ def test_metrics_of_many_tables_leave_room_for_those_told_with_them_and_after_th
 def test_the_timeline_of_a_job_has_room_for_so_many_events_and_bytes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queries, "_MAX_LINES", 12)
+    monkeypatch.setattr(queries, "_MAX_LINES", 16)
     monkeypatch.setattr(queries, "_MAX_LARGE_BYTES", 300_000)
     job_id = api.start()
     known = len(api.store.list_timeline(job_id))
-    large = workers_started().model_copy(update={"hosts": ["h" * 200] * 500})
-    api.post_events(f"{job_id}-a0", batch(*[large] * 4))
-    kinds = [line.kind for line in api.store.list_timeline(job_id)][known:]
-    assert kinds == ["workers_started"] * 2 + ["note"] * 2
+    plans = [workers_started().model_copy(update={"hosts": [f"h{k}" * 100] * 500}) for k in "abcd"]
+    saved = checkpoint(1).model_copy(update={"metrics": {f"{k:0200}": 1.0 for k in range(500)}})
+    for seq, told in enumerate((*plans, saved, saved)):
+        api.post_events(f"{job_id}-a0", batch(told, first_seq=seq))
+    lines = api.store.list_timeline(job_id)
+    # The newest plan stays, whatever else is told.
+    kinds = [line.kind for line in lines][known:]
+    assert kinds == ["note"] * 3 + ["workers_started", "note", "checkpoint_committed"]
+    assert newest_workers(lines) == plans[-1]
+    assert lines[known].data["left_out_bytes"] > 100_000
     assert api.store.get_job(job_id).status is JobStatus.RUNNING
     notes = [Note(time=NOW, message=str(number)) for number in range(100)]
     for stream in ("a", "b"):
         api.post_events(f"{job_id}-a0", batch(*notes, stream=stream))
     lines = api.store.list_timeline(job_id)
-    assert len(lines) == 12
+    assert len(lines) == 16
     assert "the timeline is full" in lines[-1].message
 
 

@@ -22,6 +22,7 @@ from service.db.tables import metadata
 from service.db.webhooks import MAX_CLAIMED_EACH, WebhookStore
 from service.domain.webhooks import (
     FIRST_DELAY_S,
+    MAX_BODY_CHARS,
     MAX_DEAD_IN_A_ROW,
     MAX_DELAY_S,
     MAX_TRIES,
@@ -38,7 +39,7 @@ from service.errors import WebhookNotFound
 from service.observability.metrics import ServiceMetrics
 from service.settings import Settings
 from service.webhooks.sender import WebhookSender
-from tests.harness.builders import NOW, batch, checkpoint, webhook
+from tests.harness.builders import NOW, batch, checkpoint, webhook, workers_started
 from tests.harness.clock import FakeClock
 from tests.harness.databases import store_attempt, store_job
 from tests.harness.service import Api, problem_in
@@ -134,6 +135,15 @@ def test_a_metric_that_is_no_number_is_null_in_a_message(
     [delivery] = outbox.list_deliveries(hook.id)
     body = json.loads(delivery.body, parse_constant=pytest.fail)
     assert body["data"]["data"]["metrics"] == dict.fromkeys(told) | {"train/rows": 1.0}
+
+
+def test_a_message_leaves_large_data_out(store: JobStore, outbox: WebhookStore) -> None:
+    _, attempt = store_attempt(store)
+    hook = _webhook(outbox, kinds=("workers_started",))
+    record = workers_started().model_copy(update={"hosts": ["h"] * MAX_BODY_CHARS})
+    store.append_events(attempt.id, batch(record), NOW)
+    [delivery] = outbox.list_deliveries(hook.id)
+    assert json.loads(delivery.body)["data"]["data"].keys() == {"left_out_bytes"}
 
 
 def test_deliveries_that_die_at_once_are_all_counted(outbox: WebhookStore) -> None:

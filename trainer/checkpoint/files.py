@@ -161,10 +161,12 @@ class RowOrder:
     """Which rows stand where in an epoch, in short: equal digests are equal orders.
 
     `digest` is of all that decides the order: names of files, rows of row groups, seed, shuffling.
+    `encodings` is of what made the rows' ids (None: an early version, which did not say).
     """
 
     num_rows: int
     digest: str
+    encodings: str | None = None
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ import numpy as np
 import pyarrow as pa
 
 from trainer.data.decode import check_kinds, check_schema, decode, layout_of, raw_kind
-from trainer.data.manifest import contents_in
+from trainer.data.manifest import MANIFEST_NAME, contents_in, read_manifest
 from trainer.data.parquet import ParquetSource, read_schema
 from trainer.data.position import Span
 from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows, check_share
 from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.rows import Rows, concat_rows
+from trainer.data.transforms import vocabulary_path
 from trainer.errors import CorruptFileError
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
@@ -165,6 +166,22 @@ def order_digest(source: ParquetSource, spec: JobSpec) -> str:
         spec.data.shuffle,
     ]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+
+
+def encodings_digest(spec: JobSpec) -> str:
+    """A checksum of what decides which value each id in the data stands for: vocabularies, and how
+    many ids each column of a prepared folder may hold, which is what they are hashed by.
+
+    Raises a `DataError`.
+    """
+    data, decisive = Location.parse(spec.data.path), list[object]()
+    if (data / MANIFEST_NAME).exists():
+        manifest = read_manifest(data / MANIFEST_NAME)
+        known = {name: entry.sha256 for name, entry in manifest.vocabularies.items()}
+        decisive = [manifest.vocab_sizes, known]
+    files = [vocabulary_path(feature, data) for feature in spec.features if feature.vocabulary]
+    decisive += [file.size_and_sha256() for file in files]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass

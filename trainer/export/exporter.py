@@ -23,6 +23,7 @@ from trainer.checkpoint.files import CommittedCheckpoint
 from trainer.data.decode import FLOAT32, InputColumn, RowLayout, raw_kind
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import is_data_file, read_schema
+from trainer.data.reader import encodings_digest
 from trainer.data.transforms import vocabulary_path
 from trainer.errors import DataError, StorageError
 from trainer.export import artifact
@@ -186,6 +187,8 @@ def export(
             "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
         )
     spec, notes = with_data(written)
+    if not notes:
+        _check_encodings(spec, found)
     check_memory(spec, quantize, host_memory_bytes()[1])
     with _users_code(run_dir, spec.model.code):
         tell(f"loading checkpoint {found.path.name}")
@@ -283,6 +286,17 @@ def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
             if each.vocabulary or lacks_statistics:
                 raise
         return spec, [f"the job's data is not there: {error}"]
+
+
+def _check_encodings(spec: JobSpec, found: CommittedCheckpoint) -> None:
+    """Raise `ExportError` where the ids of the data stand for other values than at the save."""
+    order = found.commit.row_order
+    if order is not None and order.encodings not in (None, encodings_digest(spec)):
+        raise ExportError(
+            f"{spec.data.path} was prepared anew, with other vocabularies or hashes, since "
+            f"{found.path.name} was saved: its ids stand for other values than the rows of the "
+            "tables. Put the data back as it was, or move it away: a model of plain ids needs none"
+        )
 
 
 def copy_vocabularies(spec: JobSpec, folder: Path) -> None:

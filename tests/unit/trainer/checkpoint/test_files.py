@@ -48,7 +48,7 @@ def commit(step: int, is_best: bool = False) -> Commit:
         is_best=is_best,
         metrics={"validation/rmse": 0.9},
         files={"__0_0.distcp": FileRecord(3, "abc")},
-        row_order=RowOrder(80, "a digest"),
+        row_order=RowOrder(80, "a digest", "another"),
     )
 
 

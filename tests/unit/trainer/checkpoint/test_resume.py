@@ -16,9 +16,10 @@ from trainer.checkpoint.manager import resumed_state, state_of
 from trainer.checkpoint.resume import find_source
 from trainer.checkpoint.save_load import CheckpointMismatch
 from trainer.coordination.messages import EpochRows
+from trainer.data.manifest import Manifest, write_manifest
 from trainer.data.parquet import ParquetSource
 from trainer.data.position import DataPosition
-from trainer.data.reader import order_digest
+from trainer.data.reader import encodings_digest, order_digest
 from trainer.protocol.requests import Rewind, read_rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
@@ -58,6 +59,37 @@ def test_between_epochs_other_rows_are_taken_from_their_start() -> None:
     # An early marker that does not say is believed.
     early = commit(0, 50, row_order=None)
     assert resumed_state(early, CHANGED) == state_of(early)
+
+
+def test_ids_that_stand_for_other_values_are_refused_between_epochs_too() -> None:
+    old, new = RowOrder(90, "as it was", "ids"), RowOrder(90, "as it was", "other ids")
+    for place in (commit(0, 50, row_order=old), commit(1, 0, row_order=old)):
+        assert resumed_state(place, old) == state_of(place)
+        with pytest.raises(CheckpointMismatch, match="prepared anew, with other vocabularies"):
+            resumed_state(place, new)
+    # An early marker does not say.
+    assert resumed_state(commit(0, 50), replace(WRITTEN, encodings="ids")) == state_of(
+        commit(0, 50)
+    )
+
+
+def test_ids_have_a_digest_of_their_vocabularies_and_of_what_they_are_hashed_by(
+    tmp_path: Path,
+) -> None:
+    words = {"name": "word", "type": "id", "table": "users", "vocabulary": {}}
+    document = spec_document(tmp_path)
+    spec = validate_spec(document | {"features": [*document["features"], words]})
+    (tmp_path / "vocab").mkdir()
+    content = {"source": "s", "splits": {}, "columns": {}, "options": {}, "statistics": {}}
+    found = []
+    for num_buckets, values in ((10, ["a", "b"]), (11, ["a", "b"]), (11, ["b", "a"])):
+        vocabulary = pa.table({"value": values, "index": [1, 2]})
+        pq.write_table(vocabulary, tmp_path / "vocab" / "word.parquet")
+        write_manifest(tmp_path, Manifest(vocab_sizes={"user": num_buckets}, **content))
+        assert encodings_digest(spec) == encodings_digest(spec)
+        found.append(encodings_digest(spec))
+    (tmp_path / "manifest.json").unlink()
+    assert len({*found, encodings_digest(spec)}) == 4
 
 
 def digest(folder: Path, group_rows: int = 10, seed: int = 0, **names: int) -> str:

@@ -29,7 +29,7 @@ from tests.unit.trainer.export.export_case import (
     spec_document,
     write_run,
 )
-from trainer.checkpoint.files import write_marker
+from trainer.checkpoint.files import RowOrder, write_marker
 from trainer.checkpoint.save_load import CheckpointMismatch, CheckpointRefused
 from trainer.data.decode import decode, layout_of
 from trainer.errors import ColumnError
@@ -244,6 +244,11 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(data: Path, tmp_path
     path.write_text(json.dumps(own))
     with pytest.raises(ExportError, match="no user code may run here"):
         export(run_dir, tmp_path / "out", may_run_code=False)
+    path.write_text(make_spec(data).model_dump_json())
+    found = find_checkpoint(run_dir, "newest")
+    write_marker(found.path, replace(found.commit, row_order=RowOrder(90, "", "other ids")))
+    with pytest.raises(ExportError, match="was prepared anew, with other vocabularies"):
+        export(run_dir, tmp_path / "out")
 
 
 def test_an_export_replaces_nothing_and_says_what_changed_since(

@@ -8,7 +8,7 @@ An asynchronous save copies in memory what this rank will write and writes it fr
 has a process group of its own, as its collectives must never interleave with those of the training.
 The M replicas of a shard share the work, and all T ranks that of what each holds: who writes which
 piece follows from the layout, so no rank asks another. The copies live in buffers that are kept
-from save to save: S / T bytes a rank for tables of S bytes.
+from save to save: S / T bytes a rank for tables of S bytes (on GPUs see `lock_exactly`).
 """
 
 from __future__ import annotations
@@ -319,10 +319,26 @@ class StagedPlanner(DefaultSavePlanner):
         return io.BytesIO(copy) if isinstance(copy, bytes) else copy
 
 
+def lock_exactly() -> None:
+    """Let page-locked memory of more than 256 MiB take as much as was asked for.
+
+    Torch rounds the rest up to a power of two, to use it again. What the user has set of this
+    (`PYTORCH_ALLOC_CONF`) stays, and so do all other settings.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if "pinned_max" not in settings:
+        # Not pinned_max_round_threshold_mb: what is not rounded must not be used again, as torch
+        # takes it for larger than it is (pytorch#192722).
+        exactly = "pinned_max_cached_size_mb:256"
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (settings, exactly))))
+
+
 class Staging:
     """Copies of what this rank writes. One save at a time: the next one fills the same buffers."""
 
     def __init__(self, groups: MeshGroups) -> None:
+        if groups.device.type == "cuda":
+            lock_exactly()
         self._groups = groups
         self._share: SavePlan | None = None
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
-from trainer.checkpoint.save_load import SharePlanner, Staging
+from trainer.checkpoint.save_load import SharePlanner, Staging, lock_exactly
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups
 
@@ -91,3 +91,23 @@ def test_copies_of_a_rank_on_cpus_ask_nothing_of_gpus_that_are_there(cuda: Mock)
     (item,) = planner.create_local_plan().items
     assert torch.equal(cast(torch.Tensor, planner.resolve_data(item)), torch.ones(2))
     assert not cuda.mock_calls
+
+
+@pytest.mark.parametrize(
+    ("of_user", "more"),
+    [
+        ("", "pinned_max_cached_size_mb:256"),
+        ("max_split_size_mb:64", ",pinned_max_cached_size_mb:256"),
+        ("pinned_max_cached_size_mb:8", ""),
+    ],
+)
+def test_large_page_locked_copies_are_not_rounded_up_unless_the_user_says_otherwise(
+    of_user: str, more: str
+) -> None:
+    try:
+        torch._C._accelerator_setAllocatorSettings(of_user)
+        for _ in range(2):
+            lock_exactly()
+            assert torch._C._accelerator_getAllocatorSettings() == of_user + more
+    finally:
+        torch._C._accelerator_setAllocatorSettings("")

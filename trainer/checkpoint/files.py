@@ -174,7 +174,7 @@ class Commit:
     """What a checkpoint holds.
 
     `step`, `epoch` and `row` are the position after the last trained step; `rows_trained` counts
-    all rows ever trained; `best` is the best validation value so far, if any, and `plateau` what
+    all rows ever trained; `best` is the validation value of the best checkpoint, and `plateau` what
     early stopping has seen. `moment_scale` is c of the run that wrote it (None: an early version,
     which did not say). `commit` counts the committed syncs where groups are failure domains, and
     `open_epochs` has the rows done of each epoch that is not complete (empty: those before `row`

@@ -170,6 +170,11 @@ class CheckpointManager:
         is_blocked = self._pending is not None or is_early
         return SaveStanding(self._saved_step, self._num_failed > 0, is_blocked)
 
+    @property
+    def settled_step(self) -> int | None:
+        """Step of the newest save that succeeded; None while one is under way, as far as known."""
+        return None if self._pending else self._saved_step
+
     def save(
         self,
         tensors: dict[str, Any],

@@ -520,6 +520,7 @@ class GroupSession(Session):
             return
         if self.must_measure:
             return
+        self._settle_best(None if self.saves.is_blocked else self.saves.saved_step)
         is_best = self._take_measured()
         if self.is_finished and not self._has_finished and self._reported_step < self.state.step:
             self.report()  # the run ends between two reports

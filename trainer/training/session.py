@@ -148,6 +148,9 @@ class Session:
         self.rows_per_s = 0.0  # as last reported
         self.is_asked_to_stop = False  # as of the last report that has landed
         self.saves = SaveStanding()  # likewise
+        self._best_found = math.nan  # by the last validation that found a better model
+        # (step, value) of the newest save of a best model, until its end is known.
+        self._best_save: tuple[int, float] | None = None
         self.tracer = Tracer(
             files, self.rank, spec.training.trace, self.speed, self._rank_writer.write
         )
@@ -577,13 +580,30 @@ class Session:
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
         found = values.get(f"validation/{metric}", math.nan)
-        value = of_first(lambda: found, self.groups.global_group)  # so that all ranks decide alike
+        # So that all ranks decide alike.
+        value, saved_step = of_first(
+            lambda: (found, self.checkpoints.settled_step), self.groups.global_group
+        )
         self._update_early_stopping(metric, value)
         self._tell_error(distance(metric, value))
-        if not is_better(metric, value, self.state.best):
+        self._settle_best(saved_step)
+        best = self._best_save[1] if self._best_save else self.state.best
+        if not is_better(metric, value, best):
             return False
-        self.state.best = value
+        self._best_found = value
         return True
+
+    def _settle_best(self, saved_step: int | None) -> None:
+        """Note whether the newest best model is in a checkpoint: only then its value is the best.
+
+        `saved_step` is that of the newest checkpoint, None while a save is under way.
+        """
+        if self._best_save is None or saved_step is None:
+            return
+        (step, value), self._best_save = self._best_save, None
+        # Another leader may have found a better one meanwhile.
+        if saved_step == step and is_better(self.spec.model.watched_metric, value, self.state.best):
+            self.state.best = value
 
     def _tell_error(self, error: float) -> None:
         """A validation has found `error` in the watched metric, 0 being perfect."""
@@ -667,15 +687,21 @@ class Session:
             self._check_divergence()
             if self.spec.parallelism.sync.is_tuned:
                 self.state.tuning = self.tuner.state
+            self.await_save()
+            self._settle_best(self.checkpoints.settled_step)
+            if is_best:
+                self._best_save = self.state.step, self._best_found
             self.checkpoints.save(
                 state_to_save(self.model, self.optimizers.combined)
                 | {METERS: pack(self.train_meter.state())},
-                self.state,
+                replace(self.state, best=self._best_found) if is_best else self.state,
                 self.final_metrics,
                 is_best=is_best,
                 is_last=self.is_finished,
                 started_s=started_s,
             )
+            if self.is_finished:
+                self._settle_best(self.checkpoints.settled_step)
 
     def restore(self) -> None:
         """Start from the newest checkpoint, else from another job's, else from the seed.

@@ -15,7 +15,7 @@ from unittest.mock import call, patch
 import torch
 import torch.distributed as dist
 
-from tests.harness.sessions import train_session
+from tests.harness.sessions import open_session, train_session
 from tests.harness.small_model import rank_device
 from tests.harness.wait import scaled
 from tests.integration.ranks.checkpoint_cases import (
@@ -39,6 +39,7 @@ from trainer.protocol import events, requests
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.storage import Location
+from trainer.training import worker
 
 SLOW_S = scaled(0.5)
 
@@ -143,6 +144,20 @@ def train_over_a_failed_save(config: WorkerConfig, step: int) -> list[int]:
     _arm({"kind": "storage_error", "rank": 1, "step": step})
     train_session(config)
     return [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
+
+
+def train_over_a_failed_best_save(
+    config: WorkerConfig, step: int, found: dict[int, float]
+) -> list[tuple[int, bool, float]]:
+    """Train to the end, where validations find these values by step and the save at `step` fails;
+    (step, is best, best value) of each checkpoint.
+    """
+    _arm({"kind": "storage_error", "rank": 1, "step": step})
+    session = open_session(config)
+    session.validation_meter.compute = lambda prefix: {f"{prefix}/rmse": found[session.state.step]}
+    worker.train(session)
+    saved = list_committed(RunDir(config.run_dir).checkpoints_dir)
+    return [(each.commit.step, each.commit.is_best, each.commit.best) for each in saved]
 
 
 def stop_slowly(config: WorkerConfig, save_s: float) -> tuple[list[int], int]:

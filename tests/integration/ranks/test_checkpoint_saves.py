@@ -28,6 +28,7 @@ from tests.integration.ranks.save_cases import (
     save_with_file_limit,
     stop_slowly,
     sweep_beside_another_group,
+    train_over_a_failed_best_save,
     train_over_a_failed_save,
 )
 from trainer.checkpoint.files import list_committed
@@ -98,6 +99,24 @@ def test_a_save_that_failed_is_made_again_at_a_sync_where_no_gradients_are_held(
     config = make_config(small_movielens, tmp_path / "run", *settings, *sync, *windows)
     first, *_ = run_ranks(train_over_a_failed_save, 4, config, 12)
     assert first == [18, 24], "the save at step 12 failed: syncs are at 15, 18, windows end at 18"
+
+
+def test_a_best_model_whose_save_failed_is_not_what_is_to_be_beaten(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        small_movielens,
+        tmp_path,
+        "parallelism.shard_group_size=1",
+        *("parallelism.workers=2", "training.max_steps=16", "training.validate_every_steps=4"),
+        *("checkpoint.every_steps=100", "checkpoint.keep_last=9", "checkpoint.asynchronous=false"),
+    )
+    found = {4: 3.0, 8: 1.0, 12: 2.0, 16: 2.5}
+    first, second = run_ranks(train_over_a_failed_best_save, 2, config, 8, found)
+    assert first == second
+    assert [(step, best) for step, is_best, best in first if is_best] == [(4, 3.0), (12, 2.0)]
+    assert {best for step, _, best in first if step > 12} == {2.0}
+    assert {best for step, _, best in first if step < 12} == {3.0}, "also where one was saved later"
 
 
 def test_a_stop_waits_for_its_save_longer_than_for_a_rank(

@@ -1112,7 +1112,7 @@ def leader(led: LeaderProgress, step: int, validate_every: int | None = None) ->
     session.total_steps = 100
     session.validation_source, session._has_finished = object(), False
     session.is_leader, session.is_asked_to_stop, session._report = True, False, Report()
-    session.saves, session._urgent_step = SaveStanding(), 0
+    session.saves, session._urgent_step, session._best_save = SaveStanding(), 0, None
     session.standing, session._result, session._validated = "current", None, None
     session._validation_error = None
     session._is_syncing, session._syncing, session._interval = False, Interval(None), Interval(None)
@@ -1246,6 +1246,31 @@ def test_a_validation_is_due_once_for_each_leader_and_before_anything_is_saved()
     assert not session.must_measure
     session._result = session._result.model_copy(update={"leader": 1})
     assert session.must_measure, "what a leader was lost over stays due"
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_leader_reports_a_best_value_once_its_model_is_saved(is_saved: bool) -> None:
+    session: Any = leader(LeaderProgress(step=38, epoch=1, saved_step=38), 39, 40)
+    session.spec.checkpoint.keep_best = True
+    session.spec.model = SimpleNamespace(watched_metric="rmse")
+    session.final_metrics, session.note = {}, Mock()
+    session.group_sync = SimpleNamespace(is_exact=True, measured=None)
+    reported = []
+
+    def save(is_best: bool) -> None:
+        session._best_save = session.state.step, 0.5
+        session.saves = SaveStanding(saved_step=38, is_blocked=True)
+
+    session.save_checkpoint = save
+    under_way = SaveStanding(saved_step=38, has_failed=True, is_blocked=True)
+    ended = SaveStanding(saved_step=39 if is_saved else 38, has_failed=not is_saved)
+    for is_best, saves in ((True, under_way), (True, ended), (False, under_way), (False, ended)):
+        session._take_measured, session.saves = Mock(return_value=is_best), saves
+        session.lead()
+        session.state.best = session._report.best  # by way of the ledger
+        reported.append(session._report.best)
+    session.note.assert_called_once()  # storage was busy with another save
+    assert reported == [None, None, None, 0.5 if is_saved else None]
 
 
 def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_may_not() -> None:

@@ -37,7 +37,7 @@ from trainer.data.position import (
     without,
 )
 from trainer.data.process import ReaderProcess
-from trainer.data.reader import open_source, order_digest
+from trainer.data.reader import encodings_digest, open_source, order_digest
 from trainer.failures import DivergenceError
 from trainer.layout.cost import Cluster, MemoryUse
 from trainer.layout.layout import Layout, placement_warning
@@ -195,7 +195,8 @@ class Session:
         self.validation_source = open_source(self.spec, root / validation) if validation else None
         self.shape = BatchShape(self.train_source.num_rows, self.world_size, data.batch_size)
         self.shape.check(self.train_source.folder)
-        self.row_order = RowOrder(self.shape.num_rows, order_digest(self.train_source, self.spec))
+        order = order_digest(self.train_source, self.spec)
+        self.row_order = RowOrder(self.shape.num_rows, order, encodings_digest(self.spec))
         self.total_steps = self.planned_steps()
 
     def planned_steps(self) -> int:

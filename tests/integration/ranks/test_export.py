@@ -21,9 +21,11 @@ from tests.harness.elastic import ElasticHarness
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import make_config, open_session
 from tests.harness.wait import free_port, scaled, wait_for
+from trainer.checkpoint.files import list_committed
 from trainer.data.batches import ValidationBatches
 from trainer.data.decode import layout_of as columns_of
 from trainer.data.parquet import ParquetSource
+from trainer.data.reader import encodings_digest
 from trainer.export.exporter import export
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
@@ -93,6 +95,9 @@ def test_a_trained_job_is_exported_and_served_with_the_same_predictions(
     done = subprocess.run([*command, "--to", str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rmse" in done.stdout
+    for saved in list_committed(RunDir(tmp_path / "run").checkpoints_dir):
+        assert saved.commit.row_order is not None
+        assert saved.commit.row_order.encodings == encodings_digest(config.spec)
 
     table = pq.read_table(small_movielens / "validation")
     rows = inputs_of(folder, table)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,6 +83,7 @@ from trainer.training.profiling import (
 
 logger = logging.getLogger(__name__)
 _LAST_REPORT_S = 5.0
+_OF_ONE_OF_MANY = re.compile(r"(table|dynamic)/|(phase|memory)/.*/\d+$")
 
 
 @dataclass(frozen=True)
@@ -537,7 +539,8 @@ class Session:
         self.rows_per_s = values["speed/rows_per_s"]
         self.emit(self._progress())
         self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
-        logger.info("step %d/%d %s", step, self.total_steps, _format(values))
+        if self.groups.rank == 0:
+            logger.info("step %d/%d %s", step, self.total_steps, _format(values))
 
     def _progress(self) -> events.Progress:
         """How far training has come, and when it will be through at the speed last reported.
@@ -731,4 +734,9 @@ class Session:
 
 
 def _format(values: dict[str, float]) -> str:
-    return " ".join(f"{name}={value:.5g}" for name, value in sorted(values.items()))
+    """For a log, which has no metrics of single tables and positions: there may be thousands."""
+    return " ".join(
+        f"{name}={value:.5g}"
+        for name, value in sorted(values.items())
+        if not _OF_ONE_OF_MANY.match(name)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -414,8 +415,11 @@ def test_a_stop_comes_where_no_gradients_are_held_so_that_none_are_lost(
         torch.testing.assert_close(resumed["dense"], whole["dense"], atol=0, rtol=0)
 
 
-def fail_after_a_report(config: WorkerConfig) -> None:
-    """Report at step 2, rank 1 once rank 0 is through with that, then fail in step 3."""
+def fail_after_a_report(config: WorkerConfig) -> list[str]:
+    """Report at step 2, rank 1 once rank 0 is through with that, then fail in step 3.
+
+    Returns what this rank's log has of it.
+    """
     session = open_session(config)
     report, forward = session.report, session.pipeline.forward
 
@@ -434,16 +438,23 @@ def fail_after_a_report(config: WorkerConfig) -> None:
     with (
         patch.object(session, "report", report_in_turn),
         patch.object(session.pipeline, "forward", fail_in_step_3),
+        patch("trainer.training.session.logger.info") as log,
         pytest.raises(DataError, match="on purpose"),
     ):
         train(session)
+    lines = [call.args[0] % call.args[1:] for call in log.mock_calls]
+    return [line for line in lines if line.startswith("step 2/")]
 
 
 def test_a_report_waits_for_no_rank_and_is_not_lost_when_the_next_step_fails(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     config = make_config(small_movielens, tmp_path, *TWO_COPIES, "training.report_every_steps=2")
-    run_ranks(fail_after_a_report, 2, config)
+    (line,), nothing = run_ranks(fail_after_a_report, 2, config)
+    assert " train/loss=" in line
+    assert " phase/lookup_s=" in line
+    assert not re.search(r"table/|/0=", line), "there may be thousands of tables and positions"
+    assert nothing == [], "rank 0 speaks for all"
     (reported,) = told(tmp_path, Metrics)
     assert reported.step == 2
     assert {"train/loss", "speed/rows_per_s", "phase/backward_s"} <= reported.values.keys()

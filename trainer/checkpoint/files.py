@@ -5,8 +5,8 @@ size and SHA-256 of every file, and carries a checksum of itself, so that a flip
 found like one in any other file. An object store has no folders and renames nothing: a folder is
 there while an object lies in it, and a damaged checkpoint is set aside by renaming its marker.
 
-Faults are `FAULTS`. Storage that is away is an error (`StorageError`), never "damaged" or "not
-there".
+Faults are `FAULTS`. Storage that is away, or not mounted on this host, is an error
+(`StorageError`), never "damaged" or "not there".
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import hashlib
 import json
 import logging
 import re
+import secrets
 import shutil
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,11 @@ FAULTS = (OSError, DataError)
 """What storage raises, on a disk or remote."""
 DAMAGED_PREFIX = "damaged-"
 _DAMAGED_MARKER = "COMMIT.damaged.json"
-_PROBE = ".probe"
 _CHECKSUM = "sha256"
+
+
+class CheckpointGone(StorageError):
+    """A checkpoint that was listed has no marker here: it was removed, or is not mounted here."""
 
 
 def folder_at(text: str | Path) -> Folder:
@@ -129,16 +135,29 @@ def set_aside(folder: Folder) -> None:
         (folder / COMMIT_MARKER).delete()
 
 
-def make_writable(checkpoints_dir: Folder) -> None:
-    """Make the folder, and try to write there; raises one of `FAULTS`."""
-    probe = checkpoints_dir / _PROBE
-    if isinstance(checkpoints_dir, Path):
-        checkpoints_dir.mkdir(parents=True, exist_ok=True)
-    probe.write_bytes(b"x")
-    if isinstance(probe, Path):
-        probe.unlink(missing_ok=True)  # another group may probe, too
-    else:
-        probe.delete()
+def write_probe(folder: Folder) -> str:
+    """Make the folder, and write a file there of a name that was never used; its name.
+
+    Raises one of `FAULTS`.
+    """
+    name = f".probe-{secrets.token_hex(8)}"
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    return name
+
+
+def sees_probe(folder: Folder, name: str) -> bool:
+    """Whether what another host has written there is there on this one; raises one of `FAULTS`."""
+    if isinstance(folder, Path):
+        # Else an NFS client may remember that there was no such folder.
+        folder.mkdir(parents=True, exist_ok=True)
+    return (folder / name).exists()
+
+
+def remove_probe(folder: Folder, name: str) -> None:
+    probe = folder / name
+    probe.unlink() if isinstance(probe, Path) else probe.delete()
 
 
 def explain(checkpoints_dir: Folder, error: BaseException) -> str:
@@ -331,21 +350,40 @@ def remove_uncommitted(
     damaged = []
     for folder in find_folders(checkpoints_dir):
         if not (folder / COMMIT_MARKER).exists():
-            if is_garbage(folder.name):
+            if is_garbage(folder.name) and not _has_marker_after_all(folder):
                 remove_folder(folder)
         elif read_commit(folder) is None:
             damaged.append(folder)
     return damaged
 
 
+def _has_marker_after_all(folder: Folder) -> bool:
+    """Whether the marker is there when an NFS client, which may remember that it was not, looks
+    anew: as it does once it has changed the folder."""
+    with suppress(OSError):  # it is being removed
+        if isinstance(folder, Path):
+            remove_probe(folder, write_probe(folder))
+            return (folder / COMMIT_MARKER).exists()
+    return False
+
+
 def matches(folder: Folder, name: str, record: FileRecord) -> bool:
-    """Whether a file is as it was recorded; raises `StorageError` where storage is away."""
+    """Whether a file is as it was recorded.
+
+    Raises `StorageError` where storage is away, `CheckpointGone` where the marker is missing, too.
+    """
     file = folder / name
     try:
         if isinstance(file, Path):
             return file_record(file) == record
         return FileRecord(*file.size_and_sha256()) == record
     except (FileNotFoundError, SourceMissingError):
-        return False
+        if read_file(folder, COMMIT_MARKER) is not None:
+            return False
+        raise CheckpointGone(
+            f"checkpoint {folder} is not on {socket.gethostname()}: neither {name} nor "
+            f"{COMMIT_MARKER} is there. It was removed meanwhile, or its storage is not mounted "
+            "on that host: mount it there at the same path"
+        ) from None
     except OSError as error:
         raise unreadable(folder, error) from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -51,7 +51,7 @@ from trainer.data.position import (
     position_of,
     step_start,
 )
-from trainer.failures import restart_delay_s
+from trainer.failures import EndReason, WorkerFailure, restart_delay_s
 from trainer.parallel.collectives import in_background
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
@@ -328,9 +328,10 @@ class CheckpointManager:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
 
         Raises `CheckpointError` on every rank where nothing can be written or another attempt holds
-        the run folder, and `StorageError` where storage goes away meanwhile.
+        the run folder, `StorageError` where storage goes away meanwhile, and `WorkerFailure` where
+        hosts do not share the folder.
         """
-        save_load.prepare_folder(self._folder, self.group)
+        self._check_shared(save_load.prepare_folder(self._folder, self.group))
         save_load.of_first(self._clean_up, self.group)
         found, damaged = save_load.newest_intact(
             self._folder, superseded_in(self._config.run_dir), self.group
@@ -341,6 +342,20 @@ class CheckpointManager:
         if found:
             self.newest_commit, self._saved_step = found.commit.commit, found.commit.step
         return found
+
+    def _check_shared(self, blind: Sequence[int]) -> None:
+        """Raise `WorkerFailure` where there are ranks that do not see what rank 0 writes."""
+        if not blind:
+            return
+        sites = self._groups.sites
+        host, writer = sites[blind[0]].host, sites[0].host
+        message = (
+            f"{host} does not see what {writer} writes to {self._folder}: mount the same storage "
+            "on every host at that path (checkpoint.path), or name object storage"
+        )
+        # The fewer are to blame.
+        blamed = host if 2 * len(blind) <= len(sites) else writer
+        raise WorkerFailure(EndReason.STORAGE_ERROR, message, blamed_host=blamed)
 
     def _check_owner(self) -> None:
         """Raise `CheckpointError` where another attempt holds the run folder.

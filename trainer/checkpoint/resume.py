@@ -10,9 +10,10 @@ place and are collective.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from trainer.parallel.optimizer import Optimizers
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 _FIELD = "checkpoint.warm_start"
 
 
@@ -71,21 +73,39 @@ def restore(
     followed by the next. Collective over all ranks.
     """
     group = checkpoints.group
-    found = checkpoints.newest()
-    while found is not None:
-        try:
-            return _load(spec, found, row_order, model, optimizers, group)
-        except (CheckpointError, StorageError):
-            read, found = found, checkpoints.newest()
-            # Half of it may have been loaded: only another one can be started from.
-            if found is None or found.path == read.path:
-                raise
-            logger.warning("checkpoint %s was removed while it was read", read.path.name)
+    restored = _load_first(
+        checkpoints.newest,
+        lambda found: _load(spec, found, row_order, model, optimizers, group),
+    )
+    if restored is not None:
+        return restored
     warm = warm_start(spec, model, optimizers, checkpoints.runs_dir, group)
     if warm is None:
         return None
     message = f"warm start from checkpoint {warm.path}, at step {warm.commit.step}"
     return Restored(f"warm-{warm.path.name}", message, is_warm_start=True)
+
+
+def _load_first(
+    find: Callable[[], CommittedCheckpoint | None], load: Callable[[CommittedCheckpoint], Result]
+) -> Result | None:
+    """What `load` makes of the checkpoint that `find` finds, if any.
+
+    Where that was removed while it was read, of the one that is then found.
+    """
+    found = find()
+    while found is not None:
+        try:
+            return load(found)
+        except CheckpointMismatch:
+            raise
+        except (CheckpointError, StorageError):
+            read, found = found, find()
+            # Half of it may have been loaded: only another one can be started from.
+            if found is None or found.path == read.path:
+                raise
+            logger.warning("checkpoint %s was removed while it was read", read.path.name)
+    return None
 
 
 def _load(
@@ -124,16 +144,19 @@ def warm_start(
     wanted = spec.checkpoint.warm_start
     if wanted is None:
         return None
-    found = find_source(folder_at(wanted.path), runs_dir, group)
-    try:
-        load_state(found.path, model, optimizers.combined, wanted, group)
-    except CheckpointMismatch as error:
-        raise CheckpointMismatch(
-            f"{_FIELD}: {error}. To take less, name tables in {_FIELD}.tables, or leave out the "
-            f"dense part with {_FIELD}.dense: false"
-        ) from error
-    _rescale_moments(spec, optimizers, found)
-    return found
+
+    def load(found: CommittedCheckpoint) -> CommittedCheckpoint:
+        try:
+            load_state(found.path, model, optimizers.combined, wanted, group)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(
+                f"{_FIELD}: {error}. To take less, name tables in {_FIELD}.tables, or leave out "
+                f"the dense part with {_FIELD}.dense: false"
+            ) from error
+        _rescale_moments(spec, optimizers, found)
+        return found
+
+    return _load_first(lambda: find_source(folder_at(wanted.path), runs_dir, group), load)
 
 
 def _rescale_moments(spec: JobSpec, optimizers: Optimizers, found: CommittedCheckpoint) -> None:

@@ -35,16 +35,19 @@ from torch.utils.serialization import config as serialization_config
 
 from trainer.checkpoint.files import (
     FAULTS,
+    CheckpointGone,
     Commit,
     CommittedCheckpoint,
     Folder,
     explain,
     list_committed,
-    make_writable,
     matches,
     remove_folder,
+    remove_probe,
+    sees_probe,
     unreadable,
     write_marker,
+    write_probe,
 )
 from trainer.checkpoint.remote_io import METADATA, RemoteWriter, SafeLoadPlanner, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
@@ -174,25 +177,30 @@ def _cause(error: BaseException) -> BaseException:
     return next(iter(causes.values()))[0]
 
 
-def prepare_folder(checkpoints_dir: Folder, group: dist.ProcessGroup | None = None) -> None:
-    """Make the folder of checkpoints and try to write there. Collective: rank 0 does it.
+def prepare_folder(checkpoints_dir: Folder, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Make the folder of checkpoints and try to write there; ranks that do not see what rank 0
+    wrote. Collective.
 
     Raises `CheckpointError` on every rank, so that a job does not train for hours before its first
     checkpoint fails; `CheckpointRefused` where it never could be written.
     """
     try:
-        of_first(lambda: make_writable(checkpoints_dir), group)
+        probe = of_first(lambda: write_probe(checkpoints_dir), group)
+        is_seen = _gather(lambda: sees_probe(checkpoints_dir, probe), group)
+        of_first(lambda: remove_probe(checkpoints_dir, probe), group)
     except FAULTS as error:
         kind = CheckpointRefused if isinstance(error, StorageRefusedError) else CheckpointError
         cause = explain(checkpoints_dir, error)
         raise kind(f"checkpoints cannot be written: {cause}") from error
+    return [rank for rank, seen in enumerate(is_seen) if not seen]
 
 
 def is_intact(checkpoint: CommittedCheckpoint, group: dist.ProcessGroup | None = None) -> bool:
     """Whether every file still has its recorded size and checksum. Collective: ranks share work.
 
     `group` spans all ranks and waits for the one that reads most, or whose storage is away.
-    Raises `StorageError` on every rank where storage is away, which proves nothing.
+    Raises `StorageError` on every rank where storage is away, which proves nothing, and
+    `CheckpointGone` where a rank finds neither a file nor the marker.
     """
     names = sorted(checkpoint.commit.files)[dist.get_rank() :: dist.get_world_size()]
     files = checkpoint.commit.files
@@ -210,15 +218,25 @@ def newest_intact(
     """Newest checkpoint that exists and is undamaged, and the damaged ones after it.
 
     Collective over `group` (all ranks): rank 0's listing counts, without those whose name
-    `is_ignored`.
+    `is_ignored`. One that is removed while it is read is left out; raises `StorageError` where
+    rank 0 still lists what another rank does not see.
     """
-    damaged: list[CommittedCheckpoint] = []
-    committed = of_first(lambda: list_committed(checkpoints_dir, is_ignored), group)
-    for checkpoint in reversed(committed):
-        if is_intact(checkpoint, group):
-            return checkpoint, damaged
-        damaged.append(checkpoint)
-    return None, damaged
+    gone: list[Folder] = []
+    while True:
+        damaged: list[CommittedCheckpoint] = []
+        committed = of_first(lambda: list_committed(checkpoints_dir, is_ignored), group)
+        for checkpoint in reversed(committed):
+            try:
+                if is_intact(checkpoint, group):
+                    return checkpoint, damaged
+            except CheckpointGone:
+                if checkpoint.path in gone:
+                    raise
+                gone.append(checkpoint.path)
+                break
+            damaged.append(checkpoint)
+        else:
+            return None, damaged
 
 
 def load(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
 
 from trainer.checkpoint.files import (
+    CheckpointGone,
     CommittedCheckpoint,
     Folder,
     checkpoints_of,
@@ -54,9 +56,15 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     """The checkpoint `wanted`: `newest`, `best`, a step, or name or path of one; whole or refused.
 
     `newest` is the newest whole one, and `best` the newest where none was ever best, both without
-    those that a rewind has left behind. Raises `ExportError`, and `StorageError` where remote
-    storage is away.
+    those that a rewind has left behind. One that is removed while it is checked does not count.
+    Raises `ExportError`, and `StorageError` where remote storage is away.
     """
+    while True:
+        with suppress(CheckpointGone):  # so that it is not found again
+            return _find_checkpoint(run_dir, wanted)
+
+
+def _find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     if "/" in wanted:
         path = folder_at(wanted)
         if (commit := read_commit(path)) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -31,8 +32,11 @@ from trainer import fault_injection
 from trainer.checkpoint import manager
 from trainer.checkpoint.files import list_committed
 from trainer.checkpoint.manager import CheckpointManager, TrainState
+from trainer.checkpoint.save_load import newest_intact
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.coordination.client import HeartbeatReporter
+from trainer.errors import StorageError
+from trainer.failures import WorkerFailure
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import MeshGroups, build_groups
 from trainer.protocol import events, requests
@@ -292,6 +296,40 @@ def open_unwritable(run_dir: Path, path: str | None = None, environment: Any = (
     os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
     return refusal_of(saver.checkpoints.newest)
+
+
+def start_on_unlike_mounts(folder: Path) -> tuple[WorkerFailure, WorkerFailure, str]:
+    """Save where each rank sees a folder of its own, as hosts do which lack a mount.
+
+    How it is refused to start there, also where the other ranks see what the last one sees, and to
+    take a checkpoint of rank 0.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mount = folder / f"host-{rank}"
+    mount.mkdir()
+    with contextlib.chdir(mount):
+        saver = Saver.open(Path("run"))
+        saver.save(1, is_last=True)
+        sites = tuple(replace(s, host=f"host-{s.rank}") for s in saver.groups.sites)
+        config = config_of(Sharding(size, size, ("row_wise",)), Path("run"))
+        groups = replace(saver.groups, sites=sites)
+        looking = CheckpointManager(config, groups, saver.said.append)
+        lone = _failure_of(looking.newest)
+        with contextlib.chdir(folder / f"host-{rank % (size - 1)}"):
+            few = _failure_of(looking.newest)
+        try:
+            newest_intact(Path("run/checkpoints"))
+        except StorageError as error:
+            return lone, few, str(error)
+    raise AssertionError("what one rank does not see was taken")
+
+
+def _failure_of(attempt: Callable[[], object]) -> WorkerFailure:
+    try:
+        attempt()
+    except WorkerFailure as failure:
+        return failure
+    raise AssertionError("it did not fail")
 
 
 def sweep_beside_another_group(run_dir: Path) -> list[str]:

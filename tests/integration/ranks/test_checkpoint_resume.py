@@ -64,11 +64,17 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_followed_by_the_next(
 ) -> None:
     settings = (*SHORT, *TWO_COPIES, "checkpoint.keep_last=3", "checkpoint.asynchronous=false")
     config = make_config(small_movielens, tmp_path / "run", *settings)
-    calls = ((train_session, config), (_load_while_retention_works, next_run(config)))
-    _, (first, _) = run_in_turn(2, *calls)
-    steps = [each.commit.step for each in list_committed(RunDir(config.run_dir).checkpoints_dir)]
-    assert first["removed"] and f"{12:08d}" in first["removed"][0]
-    assert first["state"].step == steps[-1] != 12
+    source = f"checkpoint.warm_start.path={config.run_dir}"
+    warm = make_config(small_movielens, tmp_path / "warm", *TWO_COPIES, source)
+    calls = ((_load_while_retention_works, each) for each in (next_run(config), warm))
+    _, (first, _), (second, _) = run_in_turn(2, (train_session, config), *calls)
+    (step,) = [e.commit.step for e in list_committed(RunDir(config.run_dir).checkpoints_dir)]
+    resumed = first["state"].step
+    assert f"{12:08d}" in first["removed"][0]
+    assert f"{resumed:08d}" in second["removed"][0]
+    assert step < resumed < 12
+    (note,) = told(tmp_path / "warm", Note)
+    assert f"at step {step}" in note.message
 
 
 class PartlyUsed(torch.nn.Module):

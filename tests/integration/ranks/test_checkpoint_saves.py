@@ -26,12 +26,14 @@ from tests.integration.ranks.save_cases import (
     save_in_trouble,
     save_while_training,
     save_with_file_limit,
+    start_on_unlike_mounts,
     stop_slowly,
     sweep_beside_another_group,
     train_over_a_failed_best_save,
     train_over_a_failed_save,
 )
 from trainer.checkpoint.files import list_committed
+from trainer.failures import EndReason
 from trainer.protocol.events import CheckpointCommitted, Metrics
 from trainer.protocol.run_dir import RunDir
 
@@ -177,6 +179,17 @@ def test_read_only_storage_is_refused_at_the_start_on_every_rank(read_only_folde
     assert len(set(messages)) == 1
     assert "checkpoints cannot be written" in messages[0]
     assert "make it writable" in messages[0]
+
+
+def test_a_host_that_lacks_the_mount_is_named_and_damages_nothing(tmp_path: Path) -> None:
+    ranks = run_ranks(start_on_unlike_mounts, 3, tmp_path)
+    for lone, few, unseen in ranks:
+        assert (lone.reason, lone.blamed_host) == (EndReason.STORAGE_ERROR, "host-0")
+        assert lone.message.startswith("host-1 does not see what host-0 writes to run/checkpoints")
+        assert few.blamed_host == "host-1"
+        assert "step-00000001-a0-r0 is not on" in unseen
+    folder = tmp_path / "host-0/run/checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-00000001-a0-r0"]
 
 
 def test_a_group_leaves_what_another_may_be_writing(tmp_path: Path) -> None:

@@ -39,9 +39,10 @@ from trainer.checkpoint import save_load
 from trainer.checkpoint.files import (
     checkpoints_of,
     list_committed,
-    make_writable,
+    remove_probe,
     remove_uncommitted,
     set_aside,
+    write_probe,
 )
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.resume import warm_start
@@ -350,7 +351,7 @@ def test_groups_that_start_together_probe_clear_away_and_set_aside_together(stor
     # Half of the rounds went wrong where a deletion could not bear another one.
     for number in range(20):
         folder = Location.parse(store.url(f"groups/job-{number}/checkpoints"))
-        at_once(lambda folder=folder: make_writable(folder))
+        at_once(lambda folder=folder: remove_probe(folder, write_probe(folder)))
         cut_off, damaged = folder / "step-00000002-a0-r0", folder / "step-00000001-a0-r0"
         for file in range(4):
             (cut_off / f"__{file}_0.distcp").write_bytes(b"x")

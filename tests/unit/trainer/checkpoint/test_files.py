@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.checkpoint.files import (
+    CheckpointGone,
     Commit,
     CommittedCheckpoint,
     RowOrder,
@@ -87,6 +88,30 @@ def test_a_file_that_a_network_disk_does_not_give_is_neither_damaged_nor_missing
     monkeypatch.setattr(Path, "open", away)
     with pytest.raises(StorageError):
         matches(saved, "__0_0.distcp", FileRecord(3, "abc"))
+
+
+def test_a_missing_file_is_damage_where_its_marker_is_there(tmp_path: Path) -> None:
+    saved = add(tmp_path, 7)
+    assert not matches(saved, "__0_0.distcp", FileRecord(3, "abc"))
+    with pytest.raises(CheckpointGone, match=r"step-8 is not on .*neither __0_0\.distcp"):
+        matches(tmp_path / "step-8", "__0_0.distcp", FileRecord(3, "abc"))
+
+
+def test_a_marker_that_an_nfs_client_does_not_see_yet_keeps_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, cut_off = add(tmp_path, 7), tmp_path / "step-00000008"
+    cut_off.mkdir()
+    looked_at, exists = saved.stat().st_mtime_ns, Path.exists
+
+    def remembered(path: Path) -> bool:
+        """What the client knows of a folder until it has changed it."""
+        is_new = path.name == COMMIT_MARKER and path.parent.stat().st_mtime_ns == looked_at
+        return exists(path) and not is_new
+
+    monkeypatch.setattr(Path, "exists", remembered)
+    remove_uncommitted(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [COMMIT_MARKER, saved.name]
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +13,15 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.trainer.export.export_case import spec_document
-from trainer.checkpoint.files import Commit, RowOrder, checkpoints_of, write_marker
+from trainer.checkpoint import save_load
+from trainer.checkpoint.files import (
+    Commit,
+    RowOrder,
+    checkpoints_of,
+    matches,
+    remove_folder,
+    write_marker,
+)
 from trainer.checkpoint.manager import resumed_state, state_of
 from trainer.checkpoint.resume import find_source
 from trainer.checkpoint.save_load import CheckpointMismatch
@@ -21,7 +31,7 @@ from trainer.data.parquet import ParquetSource
 from trainer.data.position import DataPosition
 from trainer.data.reader import encodings_digest, order_digest
 from trainer.protocol.requests import Rewind, read_rewind
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir, file_record
 from trainer.spec import validate_spec
 
 WRITTEN = RowOrder(90, "as it was")
@@ -136,6 +146,14 @@ def test_without_a_readable_choice_the_newest_counts(tmp_path: Path) -> None:
     assert read_rewind(path) == CHOSEN
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_a_warm_start_takes_no_checkpoint_that_a_rewind_left_behind(
     tmp_path: Path, is_apart: bool
@@ -147,13 +165,28 @@ def test_a_warm_start_takes_no_checkpoint_that_a_rewind_left_behind(
         (folder / name).mkdir(parents=True)
         write_marker(folder / name, commit(1, 0))
     run_dir.root.mkdir(parents=True, exist_ok=True)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert find_source(folder.parent, run_dir.runs_dir).path.name == names[2]
-        run_dir.rewind_path.write_text(CHOSEN.model_dump_json())
-        for path in (folder.parent, folder):
-            assert find_source(path, run_dir.runs_dir).path.name == CHOSEN.checkpoint
-        # By its own path it can be had.
-        assert find_source(folder / names[2], run_dir.runs_dir).path.name == names[2]
-    finally:
-        dist.destroy_process_group()
+    assert find_source(folder.parent, run_dir.runs_dir).path.name == names[2]
+    run_dir.rewind_path.write_text(CHOSEN.model_dump_json())
+    for path in (folder.parent, folder):
+        assert find_source(path, run_dir.runs_dir).path.name == CHOSEN.checkpoint
+    # By its own path it can be had.
+    assert find_source(folder / names[2], run_dir.runs_dir).path.name == names[2]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_is_removed_while_it_is_checked_is_followed_by_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = [tmp_path / f"step-0000000{step}-a1-r0" for step in (1, 2)]
+    for folder in saved:
+        folder.mkdir()
+        (folder / "file").write_bytes(b"abc")
+        write_marker(folder, commit(1, 0, files={"file": file_record(folder / "file")}))
+
+    def matches_after_retention(*file: Any) -> bool:
+        remove_folder(saved[1])
+        return matches(*file)
+
+    monkeypatch.setattr(save_load, "matches", matches_after_retention)
+    found, damaged = save_load.newest_intact(tmp_path)
+    assert found and (found.path, damaged) == (saved[0], [])

@@ -29,10 +29,11 @@ from tests.unit.trainer.export.export_case import (
     spec_document,
     write_run,
 )
-from trainer.checkpoint.files import RowOrder, write_marker
+from trainer.checkpoint.files import RowOrder, matches, remove_folder, write_marker
 from trainer.checkpoint.save_load import CheckpointMismatch, CheckpointRefused
 from trainer.data.decode import decode, layout_of
 from trainer.errors import ColumnError
+from trainer.export import load
 from trainer.export.artifact import (
     PROGRAM,
     ArtifactError,
@@ -212,6 +213,20 @@ def test_a_damaged_checkpoint_is_never_exported(data: Path, tmp_path: Path) -> N
     assert find_checkpoint(run_dir, "newest").commit.step == 7
     with pytest.raises(ExportError, match="damaged"):
         find_checkpoint(run_dir, "20")
+
+
+def test_a_checkpoint_that_retention_removes_meanwhile_is_followed_by_the_one_before(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = write_run(tmp_path, make_spec(data), 7, 20)
+    newest = find_checkpoint(run_dir, "newest").path
+
+    def matches_after_retention(*file: Any) -> bool:
+        remove_folder(newest)
+        return matches(*file)
+
+    monkeypatch.setattr(load, "matches", matches_after_retention)
+    assert find_checkpoint(run_dir, "newest").commit.step == 7
 
 
 def test_tables_that_do_not_fit_are_refused_before_anything_is_read(data: Path) -> None:

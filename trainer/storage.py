@@ -5,8 +5,9 @@ AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL for S3, GOOGLE_APPLICATION_CREDENTIAL
 endpoints and regions can stand in the URL: `s3://bucket/key?endpoint_override=http://host:9000`.
 
 Operations that are safe to repeat are retried with exponential backoff and jitter while remote
-storage is busy or unreachable, for SHARDLOOM_STORAGE_RETRY_S seconds (60) in all; a request fails
-after SHARDLOOM_STORAGE_TIMEOUT_S (15). Wrong credentials and missing buckets are reported at once.
+storage is busy or unreachable, for SHARDLOOM_STORAGE_RETRY_S seconds (60) from the first failure;
+a request fails after SHARDLOOM_STORAGE_TIMEOUT_S (15). Wrong credentials and missing buckets are
+reported at once.
 Everything raises `SourceMissingError` or a `StorageError` that names the location and the cause.
 """
 
@@ -20,6 +21,7 @@ import os
 import posixpath
 import random
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -45,18 +47,21 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _RETRY_S, _FIRST_DELAY_S, _MAX_DELAY_S = 60.0, 0.5, 10.0
 _CONNECT_TIMEOUT_S = 10.0
-# The SDK's own retries (attempts x timeout) must end well within `_RETRY_S`: nothing is retried
-# after that.
+# The SDK's own retries (attempts x timeout) must end well within `_RETRY_S`: what fails later went
+# well for a while, and `retry` begins anew, so many times in all.
+_MAX_BEGINNINGS = 5
 _REQUEST_TIMEOUT_S = 15.0
 _MAX_ATTEMPTS = 3
 _COPY_CHUNK_BYTES = 8 * 1024 * 1024
 
-Kind = Literal["away", "refused", "no_bucket", "other"]
+Kind = Literal["away", "refused", "no_bucket", "clock", "other"]
 _SIGNS: dict[Kind, re.Pattern[str]] = {
     "no_bucket": re.compile("NO_SUCH_BUCKET|bucket does not exist"),
+    "clock": re.compile("REQUEST_TIME_TOO_SKEWED|REQUEST_EXPIRED"),
     "refused": re.compile(
-        "ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|EXPIRED_TOKEN|INVALID_CLIENT_TOKEN"
-        "|MISSING_AUTHENTICATION|HTTP status 40[13]|PERMISSION_DENIED|UNAUTHENTICATED"
+        "ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|INVALID_CLIENT_TOKEN"
+        "|EXPIRED_TOKEN|ExpiredToken|TokenRefreshRequired|InvalidToken|MISSING_AUTHENTICATION"
+        "|HTTP status 40[13]|PERMISSION_DENIED|UNAUTHENTICATED"
     ),
     "away": re.compile(
         "NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|TOO_MANY_REQUESTS|REQUEST_TIMEOUT|UNAVAILABLE"
@@ -90,16 +95,22 @@ def retry(operation: Callable[[], Result]) -> Result:
     """Run `operation`, which must be safe to repeat, until it raises no `StorageAwayError`.
 
     Pauses double up to a bound, with a jitter, which spreads clients that failed together. Raises
-    the last error once SHARDLOOM_STORAGE_RETRY_S are over.
+    the last error once SHARDLOOM_STORAGE_RETRY_S are over since the first failure, or since one of
+    a try that took longer than that by itself: a large upload, most of which went well.
     """
     budget_s = seconds_from_environment("SHARDLOOM_STORAGE_RETRY_S", _RETRY_S)
-    began, longest_s = time.monotonic(), _FIRST_DELAY_S
+    num_beginnings, first_failed, longest_s = 0, 0.0, _FIRST_DELAY_S
     while True:
+        began = time.monotonic()
         try:
             return operation()
         except StorageAwayError as error:
+            failed = time.monotonic()
+            went_well = failed - began > budget_s and num_beginnings < _MAX_BEGINNINGS
+            if went_well or not num_beginnings:
+                num_beginnings, first_failed = num_beginnings + 1, failed
             delay_s = longest_s * (0.5 + 0.5 * random.random())
-            if time.monotonic() - began + delay_s > budget_s:
+            if failed - first_failed + delay_s > budget_s:
                 raise
             logger.warning("%s; trying again in %.1f s", error, delay_s)
         time.sleep(delay_s)
@@ -405,6 +416,11 @@ class Location:
                 return StorageRefusedError(
                     f"{failed}: access was denied; set {variables} to credentials that may use "
                     f"'{bucket}' ({message})"
+                )
+            case "clock":
+                return StorageError(
+                    f"{failed}: the clock of {socket.gethostname()}, or that of the store, is "
+                    f"wrong; set it by NTP ({message})"
                 )
             case "away":
                 return StorageAwayError(

@@ -182,11 +182,12 @@ def test_a_time_that_is_no_number_of_seconds_is_refused_by_its_name(monkeypatch)
 class Storage:
     """Fails `num_failures` times with `error`; its clock moves by what is slept."""
 
-    def __init__(self, num_failures: int, error: Exception) -> None:
-        self.left, self.error = num_failures, error
+    def __init__(self, num_failures: int, error: Exception, takes_s: float = 0.0) -> None:
+        self.left, self.error, self.takes_s = num_failures, error, takes_s
         self.clock = FakeClock()
 
     def read(self) -> str:
+        self.clock.now += self.takes_s
         if self.left:
             self.left -= 1
             raise self.error
@@ -227,6 +228,15 @@ def test_a_spent_budget_ends_in_the_last_error(budget_s, draw) -> None:
     assert all(0.25 <= slept_s <= 10 for slept_s in storage.clock.slept)
 
 
+def test_the_time_in_which_an_upload_went_well_is_no_part_of_the_budget() -> None:
+    for takes_s, num_failures in ((55, 1), (90, 4)):
+        assert Storage(num_failures, StorageAwayError("busy"), takes_s).retried() == "content"
+    endless = Storage(10_000, StorageAwayError("busy"), takes_s=90)
+    with pytest.raises(StorageAwayError):
+        endless.retried()
+    assert len(endless.clock.slept) == 5
+
+
 def test_messages_of_the_sdks_are_told_apart() -> None:
     for kind, messages in {
         "away": (
@@ -239,8 +249,11 @@ def test_messages_of_the_sdks_are_told_apart() -> None:
         "refused": (
             "AWS Error ACCESS_DENIED during HeadObject operation: No response body.",
             "AWS Error SIGNATURE_DOES_NOT_MATCH during CreateMultipartUpload",
+            "AWS Error UNKNOWN (HTTP status 400) during ListObjectsV2 operation: Unable to parse "
+            "ExceptionName: ExpiredToken Message: The provided token has expired.",
             "google::cloud::Status(PERMISSION_DENIED: Permanent error)",
         ),
+        "clock": ("AWS Error REQUEST_TIME_TOO_SKEWED during ListObjectsV2 operation: The diff",),
         "no_bucket": ("AWS Error NO_SUCH_BUCKET during ListObjectsV2 operation",),
         "other": ("AWS Error UNKNOWN (HTTP status 400) during HeadObject operation",),
     }.items():

@@ -43,8 +43,6 @@ NON_FINITE_ADVICE = (
     "training.on_non_finite: skip"
 )
 _TRAIN_NE = re.compile(r"train/(\w+/)?ne")
-# Gradients are added up so much smaller: no sum of finite ones overflows.
-_SMALL = 2.0**-100
 # A normalised entropy of 1 is what a model without features reaches. One above `_MAX_NE` and above
 # `_EXPLODE_FACTOR` times the best so far explodes, if the task's loss is as far above its best, in
 # so many reports in a row.
@@ -122,11 +120,12 @@ class NonFiniteLossGuard:
         trained = [p.detach() for p in parameters if p.requires_grad]
         self._whole = [torch.view_as_real(p) if p.is_complex() else p for p in trained]
         for kernel in model.embedding_kernels():
-            width = math.gcd(*kernel.feature_dims.tolist())
+            dims = kernel.feature_dims.to(self._sum.device)
+            width = math.gcd(*dims.tolist())
             # The feature of each `width` columns of what the kernel looks up.
-            features = torch.arange(len(kernel.feature_dims))
-            features = features.repeat_interleave(kernel.feature_dims // width).to(self._sum.device)
-            scale = features.new_full((width,), _SMALL, dtype=torch.float32)
+            features = torch.arange(len(dims), device=dims.device).repeat_interleave(dims // width)
+            # Less than their mean, so that no sum of finite numbers overflows.
+            scale = features.new_full((width,), 0.5 / width, dtype=torch.float32)
             watch = partial(self._watch_lookup, features, scale)
             kernel.register_forward_hook(watch, with_kwargs=True)
 
@@ -148,7 +147,7 @@ class NonFiniteLossGuard:
             if not kernel.is_nobag:  # no row learns from the gradient of a bag without ids
                 is_empty = inputs["offsets"].diff().view(-1, len(gradient)) == 0
                 sums = sums.masked_fill(is_empty.index_select(0, features).t(), 0.0)
-            self._sum += sums.sum()
+            self._sum += sums.sum(dtype=torch.float64)
 
         if looked_up.requires_grad:
             looked_up.register_hook(add)

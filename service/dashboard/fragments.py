@@ -6,22 +6,24 @@ these fragments again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import isfunction
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from service.api.views import compared_view, progress_of, summary_of
+from service.api.views import compared_view, membership_view, progress_of, summary_of
 from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import spec_text, views
-from service.dashboard.groups import grid_then, member_grid
+from service.dashboard.groups import MOMENTS, grid_then, lanes_of, member_grid, moments_of
 from service.dashboard.shell import MOUNT_PATH
 from service.dashboard.snapshots import JobSnapshot
-from service.domain.models import Attempt, Job, JobStatus, TimelineEvent
+from service.domain.metrics import goodput_of
+from service.domain.models import Attempt, Checkpoint, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
 from service.domain.sharding import (
     DIVERGENCE,
+    STARTED,
     imbalance,
     loads_of,
     memory_peaks,
@@ -30,8 +32,9 @@ from service.domain.sharding import (
     shard_text,
     table_uses,
 )
-from service.domain.timeline import counted
+from service.domain.timeline import WRITTEN, counted, traces_of
 from service.schemas import wording
+from service.schemas.wording import group_facts
 
 _templates = Environment(
     loader=PackageLoader("service.dashboard"),
@@ -40,8 +43,11 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-# Draws a snapshot of a job, at a Unix time in seconds.
-Drawn = Callable[[JobSnapshot, float], str]
+# Of very many tables those are listed that take most of one position; where a position holds very
+# many, each that takes this share of what it holds is shown.
+MAX_TABLES, _MAX_PIECES, _MIN_SHARE = 100, 40, 0.02
+# Texts as `5m 00s ago` are as old as this, where nothing else is new.
+_MAX_AGE_S = 10.0
 # Templates call what these modules define, also as a filter: `{{ job.created_at | age(now) }}`.
 _WORDS = {
     name: each
@@ -61,11 +67,6 @@ _templates.globals |= _WORDS | {
 
 def render(template: str, **values: object) -> str:
     return _templates.get_template(template).render(**values)
-
-
-def drawn(template: str) -> Drawn:
-    """Draws a snapshot by a template, which has its fields and `now`."""
-    return lambda snapshot, now: render(template, **vars(snapshot), now=now)
 
 
 def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
@@ -95,9 +96,31 @@ def groups(job: Job, timeline: Sequence[TimelineEvent], moment: TimelineEvent | 
         grid_then(job, timeline, moment) if moment else (member_grid(job, timeline), timeline)
     )
     if members is not None:
-        return render("member_grid.html", grid=members)
+        return render("member_grid.html", grid=members, place_of=_places(members.hosts))
     is_lost = moment is not None and moment.kind == "workers_lost"
-    return render("groups.html", workers=newest_workers(lines), is_lost=is_lost)
+    workers = newest_workers(lines)
+    place_of = _places(workers.hosts if workers else ())
+    return render("groups.html", workers=workers, place_of=place_of, is_lost=is_lost)
+
+
+def _places(hosts: Sequence[str]) -> dict[str, int]:
+    """By host: how many others come before it."""
+    return {host: place for place, host in enumerate(dict.fromkeys(hosts))}
+
+
+def lanes(job: Job, timeline: Sequence[TimelineEvent], now: float) -> str:
+    """Who trained when; empty where the job told no groups."""
+    found = lanes_of(job, timeline, now)
+    return render("lanes.html", lanes=found) if found.rows else ""
+
+
+def membership(
+    job: Job, timeline: Sequence[TimelineEvent], checkpoints: Sequence[Checkpoint], now: float
+) -> str:
+    """Goodput, and what is known of the groups; empty where nothing is."""
+    facts = group_facts(job, membership_view(job), timeline, now, checkpoints)
+    goodput = goodput_of(job.latest_metrics)
+    return render("membership.html", facts=facts, goodput=goodput) if facts or goodput else ""
 
 
 def differences(names: Sequence[str], documents: Sequence[Any], title: str = "") -> str:
@@ -107,25 +130,135 @@ def differences(names: Sequence[str], documents: Sequence[Any], title: str = "")
     return render("differences.html", names=names, rows=rows, title=title)
 
 
-def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
-    """The plan of the tables, what each position holds, and how copies are kept together."""
+def sharding(job: Job, timeline: Sequence[TimelineEvent], search: str = "") -> str:
+    """The plan of the tables, what each position holds, and how copies are kept together.
+
+    Of the tables whose names contain `search` at most `MAX_TABLES` are listed.
+    """
     workers = newest_workers(timeline)
     tables, size = (workers.tables, workers.shard_group_size) if workers else ([], 0)
     loads, peaks = loads_of(tables, size), memory_peaks(job.latest_metrics, size)
     held = [sum(load.values()) for load in loads]
+    fitting = [table for table in tables if search.lower() in table.name.lower()]
+    most = _most_of_position(loads)
+    shown = sorted(fitting, key=lambda table: -most.get(table.name, 0.0))[:MAX_TABLES]
+    uses = table_uses(job.spec, fitting, job.latest_metrics)
     prediction = workers.prediction if workers else None
     predicted = wording.memory_by_position(prediction) if prediction else []
     return render(
         "sharding.html",
         workers=workers,
-        loads=loads,
+        tables=shown if len(fitting) > MAX_TABLES else fitting,
+        num_fitting=len(fitting),
+        loads=[*map(_largest, loads)],
         peaks=peaks,
         largest_bytes=max([*held, *(peak.with_tables_bytes for peak in peaks)], default=0.0),
         predicted=predicted,
         most_predicted_bytes=max((sum(size for _, size in each) for each in predicted), default=0),
-        uses=table_uses(job.spec, tables, job.latest_metrics),
+        uses=uses[:MAX_TABLES],
+        num_uses=len(uses),
         imbalance=imbalance(loads),
         facts=policy_facts(job.spec),
         compared=compared_view(job),
         alarms=[line.message for line in reversed(timeline) if line.kind == DIVERGENCE],
     )
+
+
+def _most_of_position(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By table: the most bytes that it takes of one position."""
+    most: dict[str, float] = {}
+    for load in loads:
+        for name, held in load.items():
+            most[name] = max(held, most.get(name, 0.0))
+    return most
+
+
+def _largest(load: Mapping[str, float]) -> Mapping[str, float]:
+    """What a position holds; of very many tables the largest, and the others together."""
+    if len(load) <= _MAX_PIECES:
+        return load
+    least = _MIN_SHARE * sum(load.values())
+    kept = {name: held for name, held in load.items() if held >= least}
+    others = counted(len(load) - len(kept), "other table")
+    return kept | {others: sum(load.values()) - sum(kept.values())}
+
+
+class Part(NamedTuple):
+    """A part of a job's page; times are Unix times in seconds.
+
+    `draw` makes its HTML of a snapshot, anew where the `source` is another than before.
+    """
+
+    draw: Callable[[JobSnapshot, float], str]
+    source: Callable[[JobSnapshot, float], object]
+
+
+def _by(template: str, source: Callable[[JobSnapshot, float], object]) -> Part:
+    """Drawn by a template, which has the fields of the snapshot and `now`."""
+    return Part(lambda at, now: render(template, **vars(at), now=now), source)
+
+
+def _age(now: float) -> float:
+    """Changes as often as texts with ages do."""
+    return now // _MAX_AGE_S
+
+
+def _newest(at: JobSnapshot, kinds: Collection[str]) -> int:
+    """Id of the newest event of some kinds; 0 without one."""
+    return next((line.id for line in reversed(at.timeline) if line.kind in kinds), 0)
+
+
+def _of_tables(job: Job) -> object:
+    """What a job has told of its tables and of memory, and beside its plan."""
+    told = {
+        name: value
+        for name, value in job.latest_metrics.items()
+        if name.startswith(("table/", "memory/"))
+    }
+    return told, compared_view(job)
+
+
+PARTS = {
+    "heading": Part(
+        lambda at, now: heading(at.job, now, at.attempts),
+        lambda at, now: (now, at.job, at.attempts),
+    ),
+    "progress": _by("progress.html", lambda at, now: (at.job.progress, at.job.status)),
+    "figures": _by("figures.html", lambda at, now: at.job.latest_metrics),
+    "lanes": Part(
+        lambda at, now: lanes(at.job, at.timeline, now),
+        lambda at, now: (
+            _newest(at, MOMENTS),
+            at.job.current_attempt_id,
+            at.job.ended_at or _age(now),
+        ),
+    ),
+    "membership": Part(
+        lambda at, now: membership(at.job, at.timeline, at.checkpoints, now),
+        lambda at, now: (at.job, at.newest_id, at.checkpoints, _age(now)),
+    ),
+    "grid": Part(
+        lambda at, now: groups(at.job, at.timeline),
+        lambda at, now: (
+            _newest(at, MOMENTS),
+            at.job.membership,
+            at.job.current_attempt_id,
+            at.job.status.is_terminal,
+        ),
+    ),
+    "moments": Part(
+        lambda at, now: render("moments.html", job=at.job, moments=moments_of(at.timeline)),
+        lambda at, now: _newest(at, MOMENTS),
+    ),
+    "timeline": _by("timeline.html", lambda at, now: (at.newest_id, at.job.status)),
+    "checkpoints": _by("checkpoints.html", lambda at, now: (at.checkpoints, _age(now))),
+    "attempts": _by("attempts.html", lambda at, now: (at.attempts, _age(now))),
+    "traces": Part(
+        lambda at, now: render("traces.html", job=at.job, traces=traces_of(at.timeline), now=now),
+        lambda at, now: (_newest(at, {WRITTEN}), _age(now)),
+    ),
+    "sharding": Part(
+        lambda at, now: sharding(at.job, at.timeline),
+        lambda at, now: (_newest(at, {STARTED}), _newest(at, {DIVERGENCE}), _of_tables(at.job)),
+    ),
+}

@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service.api.views import membership_view
 from service.domain.membership import (
     CURRENT,
     FOR_GOOD,
@@ -18,10 +17,9 @@ from service.domain.membership import (
     missing,
     num_wanted,
 )
-from service.domain.metrics import Goodput, goodput_of
-from service.domain.models import Checkpoint, Job, Member, Membership, TimelineEvent
+from service.domain.models import Job, Member, Membership, TimelineEvent
 from service.domain.timeline import counted
-from service.schemas.wording import Fact, clock, duration, group_facts, standing_of
+from service.schemas.wording import Fact, clock, duration, standing_of
 from trainer.protocol import events
 
 
@@ -46,34 +44,24 @@ class TimelineRow:
 
 
 @dataclass(frozen=True)
-class GroupsView:
-    """The section; `rows` are empty where the job told no groups."""
+class Lanes:
+    """Who trained when; `rows` are empty where the job told no groups."""
 
     rows: tuple[TimelineRow, ...]
     since: str
     until: str
-    facts: tuple[Fact, ...]
-    goodput: Goodput | None
-
-    @property
-    def has_content(self) -> bool:
-        return bool(self.rows or self.facts or self.goodput)
 
 
-def groups_view(
-    job: Job, timeline: Sequence[TimelineEvent], checkpoints: Sequence[Checkpoint], now: float
-) -> GroupsView:
-    """The section of a job; `now` is Unix time in seconds."""
+def lanes_of(job: Job, timeline: Sequence[TimelineEvent], now: float) -> Lanes:
+    """The lanes of a job's newest attempt; `now` is Unix time in seconds."""
     lines = [line for line in timeline if line.attempt_id == job.current_attempt_id]
     changes = standings_over_time(lines)
     end = job.ended_at or now
     start = changes[0][0] if changes else end
-    return GroupsView(
+    return Lanes(
         rows=_timeline_rows(changes, lines, end),
         since=clock(start - job.created_at),
         until=clock(end - job.created_at),
-        facts=tuple(group_facts(job, membership_view(job), timeline, now, checkpoints)),
-        goodput=goodput_of(job.latest_metrics),
     )
 
 
@@ -139,10 +127,14 @@ def _spans(
 
 
 def _told_groups(lines: Iterable[TimelineEvent]) -> Iterator[Mapping[str, Any]]:
-    """Each group of each membership, in the order of time."""
+    """Each group of each membership, in the order of time; once where it is the same object."""
+    seen: set[int] = set()
     for line in lines:
         groups = line.data.get("groups") if line.kind == "membership_changed" else None
-        yield from groups if isinstance(groups, list) else ()
+        for each in groups if isinstance(groups, list) else ():
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield each
 
 
 @dataclass(frozen=True)
@@ -219,7 +211,7 @@ def _standing(member: Member, served: int | None) -> tuple[str, str]:
 
 
 # Kinds of events after which the groups are others.
-_MOMENTS = frozenset(
+MOMENTS = frozenset(
     {
         *("workers_started", "workers_lost", "membership_changed", "resized"),
         *("group_lost", "group_left", "group_joined"),
@@ -229,7 +221,7 @@ _MOMENTS = frozenset(
 
 def moments_of(timeline: Sequence[TimelineEvent]) -> list[TimelineEvent]:
     """The events of a job's life after which its groups were others, in the order of time."""
-    return sorted((line for line in timeline if line.kind in _MOMENTS), key=lambda line: line.time)
+    return sorted((line for line in timeline if line.kind in MOMENTS), key=lambda line: line.time)
 
 
 def grid_then(
@@ -242,8 +234,12 @@ def grid_then(
     lines = [line for line in timeline if line.attempt_id == moment.attempt_id]
     lines = sorted((line for line in lines if line.time <= moment.time), key=lambda line: line.time)
     lines = lines[: lines.index(moment) + 1]
+    # Only the newest counts: each tells all groups.
+    changes = [line for line in lines if line.kind == "membership_changed"][-1:]
     membership: Membership | None = None
     for line in lines:
+        if line.kind == "membership_changed" and line not in changes:
+            continue
         event = _event_of(line)
         if event is not None and line.attempt_id is not None:
             membership = apply_event(membership, line.attempt_id, event)

@@ -1,20 +1,21 @@
-"""The page of one job, which polls the store once a second."""
+"""The page of one job, which asks once a second what is new."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import dataclasses
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from html import escape
 from typing import Any, TypeVar
 
 from nicegui import events, ui
 
 from service.dashboard import charts, fragments, spec_text
+from service.dashboard.job_feed import MAX_AGE_S, JobFeed, ShownJob
 from service.dashboard.panels import (
     ActionsPanel,
     ExportPanel,
@@ -22,11 +23,12 @@ from service.dashboard.panels import (
     LogView,
     Panel,
     PlacementPanel,
+    ShardingPanel,
     TracePanel,
 )
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, link_button, page_frame, panel
-from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, Points, load_job, read_points
+from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, Points, read_points
 from service.db.jobs import JobStore
 from service.domain.auth import Role
 from service.domain.models import Checkpoint, Job, MetricPoint
@@ -34,38 +36,42 @@ from service.errors import JobNotFound, StorageUnavailable, StoreUnavailable
 
 REFRESH_INTERVAL_S = 1.0
 _MAX_CSV_ROWS = 100_000
+# What is longer is shown as plain text: colours take a second and ten times as many bytes.
+_MAX_COLOURED_CHARS = 50_000
 PanelKind = TypeVar("PanelKind", bound=Panel)
 
 
 class JobPage:
     """One reader's view of a job, refreshed every second while the browser is connected."""
 
-    def __init__(self, rest: Rest, job_id: str) -> None:
+    def __init__(self, rest: Rest, feed: JobFeed, job_id: str) -> None:
         self._rest = rest
         self._store = rest.context.store
         self._job_id = job_id
+        self._followed = feed.follow(job_id)
         # What the charts show, too.
         self._drawn: JobSnapshot | None = None
         self._panels: list[Panel] = []
-        self._parts: list[tuple[ui.html, fragments.Drawn]] = []
+        self._parts: dict[str, ui.html] = {}
         self._timer: ui.timer | None = None
 
     async def build(self) -> None:
         """Draw the page; raises `JobNotFound`, `StoreUnavailable`."""
-        snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, None)
+        shown = await asyncio.to_thread(self._followed.latest)
+        snapshot = shown.snapshot
         if self._rest.reader().role_in(snapshot.job.project) is None:
             raise JobNotFound(self._job_id)
-        self._snapshot = snapshot
+        self._shown, self._snapshot = shown, snapshot
         with page_frame(snapshot.job.name, self._rest):
             self._build_head()
             self._build_body()
             self._build_tabs()
-            with panel("Sharding", "sharding-panel"):
-                self._part(lambda at, now: fragments.sharding(at.job, at.timeline))
-        self._show(snapshot)
+            self._sharding = self._panel(ShardingPanel)
+        self._show(shown)
         # Read while the browser loads the page.
         reading = asyncio.create_task(self._read_charts(is_anew=True))
-        ui.timer(0.0, partial(self._begin, snapshot, reading), once=True)
+        # No partial: NiceGUI names a task by what it calls, arguments and all.
+        ui.timer(0.0, lambda: self._begin(snapshot, reading), once=True)
 
     async def _begin(self, snapshot: JobSnapshot, reading: Awaitable[list[Points]]) -> None:
         """Draw the charts, then follow the job."""
@@ -83,8 +89,9 @@ class JobPage:
 
     def _draw_charts(self, snapshot: JobSnapshot, found: Sequence[Points]) -> None:
         best = next((each for each in snapshot.checkpoints if each.is_best), None)
+        marks = charts.marks_of(snapshot.timeline)
         for chart, points in zip(self._charts, found, strict=True):
-            chart.show(points, best, charts.marks_of(snapshot.timeline))
+            chart.show(points, best, marks)
         self._drawn = snapshot
 
     async def _show_parent(self) -> None:
@@ -103,14 +110,17 @@ class JobPage:
         self._parent.set_content(html)
         self._parent.set_visibility(True)
 
-    async def refresh(self) -> None:
-        """Read the store in a thread and show what changed."""
+    async def refresh(self, max_age_s: float = MAX_AGE_S) -> None:
+        """Show what has changed up to `max_age_s` ago."""
         try:
-            snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._drawn)
-            self._show(snapshot)
-            if snapshot.is_new:
-                found = await self._read_charts(is_anew=snapshot.is_rewound)
-                self._draw_charts(snapshot, found)
+            shown = await asyncio.to_thread(self._followed.latest, max_age_s)
+            if shown is not self._shown:
+                self._show(shown)
+            await self._sharding.refresh()
+            snapshot = shown.snapshot
+            if snapshot is not self._drawn:
+                is_rewound = snapshot.is_rewound(self._drawn)
+                self._draw_charts(snapshot, await self._read_charts(is_anew=is_rewound))
         except JobNotFound:
             if self._timer:
                 self._timer.cancel()
@@ -135,16 +145,15 @@ class JobPage:
             ui.label(self._snapshot.job.name)
         self._gone = ui.label().classes("notice tone-warn").props("role=status")
         with ui.element("div").classes("job-head"):
-            head = self._part(lambda at, now: fragments.heading(at.job, now, at.attempts))
-            head.classes("heading")
+            self._part("heading").classes("heading")
             with ui.element("div").classes("course-buttons"):
                 job_id = self._snapshot.job.id
                 link_button("Compare", f"{MOUNT_PATH}/compare?jobs={job_id}")
                 if self._rest.reader().may_somewhere(Role.SUBMITTER):
                     link_button("New from this", f"{MOUNT_PATH}/new?source={job_id}")
                 self._panel(ActionsPanel)
-        self._part(fragments.drawn("progress.html")).classes("panel progress-panel")
-        self._part(fragments.drawn("figures.html"), tag="dl").classes("figures")
+        self._part("progress").classes("panel progress-panel")
+        self._part("figures", tag="dl").classes("figures")
         self._panel(PlacementPanel)
 
     def _build_body(self) -> None:
@@ -160,8 +169,7 @@ class JobPage:
             with ui.element("div").classes("side"):
                 self._panel(GridPanel)
                 with panel("Timeline", "timeline-panel"):
-                    made = self._part(fragments.drawn("timeline.html"))
-                    made.classes("timeline-scroll").props("tabindex=0")
+                    self._part("timeline").classes("timeline-scroll").props("tabindex=0")
 
     def _build_tabs(self) -> None:
         with ui.element("section").classes("panel tabs-panel"):
@@ -169,43 +177,57 @@ class JobPage:
             with ui.tabs().props("dense no-caps align=left inline-label").classes("tabs") as tabs:
                 for name in ("Logs", "Checkpoints", "Traces", "Attempts", "Spec"):
                     ui.tab(name)
-            with ui.tab_panels(tabs, value="Logs", animated=False).classes("tab-panels"):
+            shown = ui.tab_panels(tabs, value="Logs", animated=False).classes("tab-panels")
+            shown.on_value_change(self._show_tab)
+            with shown:
                 with ui.tab_panel("Logs"):
                     self._logs = LogView(self._rest.context.settings, self._job_id)
                 with ui.tab_panel("Checkpoints"):
-                    self._part(fragments.drawn("checkpoints.html"))
+                    self._part("checkpoints")
                     self._exports = self._panel(ExportPanel)
                 with ui.tab_panel("Traces"):
                     self._panel(TracePanel)
                 with ui.tab_panel("Attempts"):
-                    self._part(fragments.drawn("attempts.html"))
+                    self._part("attempts")
                 with ui.tab_panel("Spec"):
                     self._parent = ui.html(sanitize=False)
                     self._parent.set_visibility(False)
-                    code = ui.code(spec_yaml(self._snapshot.job), language="yaml").classes("spec")
-                    if code.copy_button is not None:
-                        code.copy_button.props('aria-label="Copy the spec"')
+                    self._spec: ui.element | None = ui.element("div")
 
-    def _show(self, snapshot: JobSnapshot) -> None:
-        self._snapshot = snapshot
-        now = time.time()
-        for made, draw in self._parts:
-            made.set_content(draw(snapshot, now))
+    async def _show_tab(self, event: events.ValueChangeEventArguments[Any]) -> None:
+        """Write the spec once somebody looks: one of thousands of tables takes seconds."""
+        place = self._spec
+        if event.value != "Spec" or place is None:
+            return
+        self._spec = None
+        text = await asyncio.to_thread(spec_yaml, self._snapshot.job)
+        with place:
+            if len(text) > _MAX_COLOURED_CHARS:
+                html = f"<pre>{escape(text)}</pre>"
+                ui.html(html, sanitize=False).classes("spec long").props("tabindex=0")
+                return
+            code = ui.code(text, language="yaml").classes("spec")
+            if code.copy_button is not None:
+                code.copy_button.props('aria-label="Copy the spec"')
+
+    def _show(self, shown: ShownJob) -> None:
+        self._shown, self._snapshot = shown, shown.snapshot
+        for name, made in self._parts.items():
+            made.set_content(shown.html[name])
         for each in self._panels:
-            each.show(snapshot, now)
+            each.show(shown)
 
     def _redraw(self, view: charts.ChartView) -> None:
         for chart in self._charts:
             chart.draw(view)
 
-    def _part(self, draw: fragments.Drawn, tag: str = "div") -> ui.html:
-        """A part of the page that only shows, drawn of each snapshot."""
-        made = ui.html(sanitize=False, tag=tag)
-        self._parts.append((made, draw))
-        return made
+    def _part(self, name: str, tag: str = "div") -> ui.html:
+        """A part of the page that only shows, by its name in `fragments.PARTS`."""
+        self._parts[name] = ui.html(sanitize=False, tag=tag)
+        return self._parts[name]
 
     def _panel(self, kind: type[PanelKind]) -> PanelKind:
-        made = kind(self._rest, self._snapshot, self.refresh)
+        made = kind(self._rest, self._snapshot, partial(self.refresh, 0.0))
         self._panels.append(made)
         return made
 

@@ -18,14 +18,15 @@ from nicegui import events, ui
 
 from service.api.views import exports_of
 from service.dashboard import fragments
-from service.dashboard.groups import groups_view, moments_of
+from service.dashboard.groups import MOMENTS, moments_of
+from service.dashboard.job_feed import ShownJob
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
 from service.domain.auth import Role
 from service.domain.membership import failure_domain
 from service.domain.models import JobStatus
-from service.domain.timeline import latest_resize_request, traces_of
+from service.domain.timeline import latest_resize_request
 from service.errors import Conflict
 from service.jobs import actions
 from service.jobs.logs import LogPiece, LogPosition, list_sources, read_new, tail_position
@@ -101,9 +102,9 @@ class Panel(ABC):
     def _build(self) -> None:
         """Draw the panel, empty."""
 
-    def show(self, snapshot: JobSnapshot, now: float) -> None:
-        """Show a snapshot; `now` is Unix time in seconds."""
-        self._snapshot = snapshot
+    def show(self, shown: ShownJob) -> None:
+        """Show what is new."""
+        self._snapshot = shown.snapshot
 
     async def _change(self, method: str, path: str, done: str = "", **options: Any) -> None:
         """Send a request about the job; a notice says what came of it."""
@@ -145,9 +146,9 @@ class ActionsPanel(Panel):
             self._restart = button("Go on from checkpoint", self._open_restart)
             self._cancel = button("Cancel job", self._cancel_dialog.open, "cancel-button")
 
-    def show(self, snapshot: JobSnapshot, now: float) -> None:
-        super().show(snapshot, now)
-        job = snapshot.job
+    def show(self, shown: ShownJob) -> None:
+        super().show(shown)
+        snapshot, job = shown.snapshot, shown.snapshot.job
         may, has_ended = self._may_change, job.status.is_terminal
         is_pausing = job.pause_requested and job.status is not JobStatus.PAUSED
         is_open = may and not has_ended and not job.cancel_requested
@@ -202,9 +203,9 @@ class ExportPanel(Panel):
         self._doomed.set_options([each.id for each in found])
         self._delete_button.set_visibility(self._may_change and bool(found))
 
-    def show(self, snapshot: JobSnapshot, now: float) -> None:
-        super().show(snapshot, now)
-        steps = [str(checkpoint.step) for checkpoint in reversed(snapshot.checkpoints)]
+    def show(self, shown: ShownJob) -> None:
+        super().show(shown)
+        steps = [str(checkpoint.step) for checkpoint in reversed(shown.snapshot.checkpoints)]
         self._checkpoint.set_options(["newest", "best", *steps])
         self._button.set_visibility(self._may_change)
         self._button.set_enabled(bool(steps))
@@ -316,17 +317,22 @@ class PlacementPanel(Panel):
             with ui.element("div").classes("panel-buttons") as self._buttons:
                 self._resize_button = button("Resize", self._open_resize)
                 self._drain_button = button("Drain hosts", self._open_drain)
-            self._content = ui.html(sanitize=False)
+            with ui.element("div").classes("membership"):
+                self._lanes = ui.html(sanitize=False).classes("lanes-scroll").props("tabindex=0")
+                self._told = ui.html(sanitize=False).classes("membership-told")
 
-    def show(self, snapshot: JobSnapshot, now: float) -> None:
-        super().show(snapshot, now)
-        job = snapshot.job
-        view = groups_view(job, snapshot.timeline, snapshot.checkpoints, now)
-        self._content.set_content(fragments.render("membership.html", view=view))
-        self._box.set_visibility(view.has_content)
+    def show(self, shown: ShownJob) -> None:
+        super().show(shown)
+        snapshot, job = shown.snapshot, shown.snapshot.job
+        lanes, told = shown.html["lanes"], shown.html["membership"]
+        self._lanes.set_content(lanes)
+        self._lanes.set_visibility(bool(lanes))
+        self._told.set_content(told)
+        self._box.set_visibility(bool(lanes or told))
         self._buttons.set_visibility(self._may_change and job.status is JobStatus.RUNNING)
         self._resize_button.set_visibility(job.spec.parallelism.is_elastic)
-        self._drain_button.set_visibility(bool(actions.known_hosts(job, snapshot.timeline)))
+        own = (line.kind for line in snapshot.timeline if line.attempt_id == job.current_attempt_id)
+        self._drain_button.set_visibility(not MOMENTS.isdisjoint(own))
 
     def _open_resize(self) -> None:
         job = self._snapshot.job
@@ -376,48 +382,55 @@ class GridPanel(Panel):
                 self._slider.on_value_change(self._choose)
                 self._told = ui.label().classes("moment-told").props("role=status")
 
-    def show(self, snapshot: JobSnapshot, now: float) -> None:
-        super().show(snapshot, now)
-        job, moments = snapshot.job, moments_of(snapshot.timeline)
+    def show(self, shown: ShownJob) -> None:
+        super().show(shown)
+        self._shown = shown
+        job, moments = shown.snapshot.job, moments_of(shown.snapshot.timeline)
         self._moments.set_visibility(len(moments) > 1)
-        self._ticks.set_content(fragments.render("moments.html", job=job, moments=moments))
+        self._ticks.set_content(shown.html["moments"])
         # What is now comes after the last of them.
         at = len(moments) if self._moment is None else self._moment
         self._slider.props(f"max={len(moments)} value={at}")
         if self._moment is None:
             self._told.set_text("at the end" if job.status.is_terminal else "now")
-            self._grid.set_content(fragments.groups(job, snapshot.timeline))
+            self._grid.set_content(shown.html["grid"])
 
-    def _choose(self, event: events.ValueChangeEventArguments[str | None]) -> None:
+    async def _choose(self, event: events.ValueChangeEventArguments[str | None]) -> None:
         job, timeline = self._snapshot.job, self._snapshot.timeline
         moments, chosen = moments_of(timeline), max(0, int(event.value or 0))
         self._moment = chosen if chosen < len(moments) else None
         if self._moment is not None:
             then = moments[self._moment]
+            html = await asyncio.to_thread(fragments.groups, job, timeline, then)
+            if self._moment != chosen:
+                return  # The reader has gone on meanwhile.
             self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
-            self._grid.set_content(fragments.groups(job, timeline, then))
-        self.show(self._snapshot, time.time())
+            self._grid.set_content(html)
+        self.show(self._shown)
 
 
 class TracePanel(Panel):
     def _build(self) -> None:
-        ranks = list(range(self._snapshot.job.spec.parallelism.world_size))
         with asking("Record a trace", "Record", self._record) as self._dialog:
             ui.label("torch.profiler records the next steps, which it slows down meanwhile.")
             with _fields():
                 self._steps = ui.number("Steps", value=3, min=1, max=100, precision=0)
-                self._ranks = ui.select(ranks, label="Ranks", value=[0], multiple=True)
+                self._ranks = ui.select([0], label="Ranks", value=[0], multiple=True)
         with ui.element("div").classes("trace-head"):
-            self._button = button("Record a trace", self._dialog.open)
+            self._button = button("Record a trace", self._open)
             ui.label(_TRACE_HINT).classes("trace-hint")
         self._list = ui.html(sanitize=False)
 
-    def show(self, snapshot: JobSnapshot, now: float) -> None:
-        super().show(snapshot, now)
-        job, found = snapshot.job, traces_of(snapshot.timeline)
-        self._list.set_content(fragments.render("traces.html", job=job, traces=found, now=now))
+    def show(self, shown: ShownJob) -> None:
+        super().show(shown)
+        self._list.set_content(shown.html["traces"])
         self._button.set_visibility(self._may_change)
-        self._button.set_enabled(job.status is JobStatus.RUNNING)
+        self._button.set_enabled(shown.snapshot.job.status is JobStatus.RUNNING)
+
+    def _open(self) -> None:
+        # Thousands of options take a while, so those who only look do not get them.
+        self._ranks.set_options([*range(self._snapshot.job.spec.parallelism.world_size)])
+        self._dialog.open()
 
     async def _record(self) -> None:
         if not self._steps.value or not self._ranks.value:
@@ -427,3 +440,33 @@ class TracePanel(Panel):
         body = {"num_steps": int(self._steps.value), "ranks": list(self._ranks.value)}
         done = "The trace appears here once it is written."
         await self._change("POST", "/traces", done, json=body)
+
+
+class ShardingPanel(Panel):
+    """How tables are sharded and used; those that are not listed are found by a search."""
+
+    def _build(self) -> None:
+        self._html, self._drawn = "", ("", "")
+        with panel("Sharding", "sharding-panel"):
+            self._search = ui.input("Search tables", on_change=self.refresh).props("debounce=300")
+            num_tables = len(self._snapshot.job.spec.embedding_tables)
+            self._search.set_visibility(num_tables > fragments.MAX_TABLES)
+            self._content = ui.html(sanitize=False)
+
+    def show(self, shown: ShownJob) -> None:
+        super().show(shown)
+        self._html = shown.html["sharding"]
+        if not self._search.value:
+            self._content.set_content(self._html)
+
+    async def refresh(self) -> None:
+        """Draw in a thread what is searched for, where it was not drawn of what is shown."""
+        wanted = search, html = self._search.value or "", self._html
+        if wanted == self._drawn:
+            return
+        self._drawn = wanted
+        if search:
+            job, timeline = self._snapshot.job, self._snapshot.timeline
+            html = await asyncio.to_thread(fragments.sharding, job, timeline, search)
+        if wanted == self._drawn:
+            self._content.set_content(html)

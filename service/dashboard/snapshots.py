@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Checkpoint, Job, MetricPoint, TimelineEvent
@@ -19,37 +20,58 @@ Points = Mapping[str, Sequence[MetricPoint]]
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """Everything that a job's page shows but its logs and its points.
-
-    `is_new` says that it is not as it was before, `is_rewound` that known points may be stale.
-    """
+    """Everything that a job's page shows but its logs and its points."""
 
     job: Job
     attempts: Sequence[Attempt]
     timeline: Sequence[TimelineEvent]
     checkpoints: Sequence[Checkpoint]
-    is_new: bool = True
-    is_rewound: bool = True
+
+    @property
+    def newest_id(self) -> int:
+        """Id of the newest line of the timeline; 0 without one."""
+        return self.timeline[-1].id if self.timeline else 0
+
+    def is_rewound(self, since: JobSnapshot | None) -> bool:
+        """Whether points that were read with an earlier snapshot may be stale."""
+        lines = self.timeline
+        return since is None or any(
+            line.kind in _REWINDS for line in lines if line.id > since.newest_id
+        )
 
 
 def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobSnapshot:
-    """Read a job, of its timeline only what is newer than `previous`; raises `JobNotFound`."""
+    """Read a job, of its timeline only what is newer than `previous`; raises `JobNotFound`.
+
+    Returns `previous` itself where nothing is new.
+    """
     job = store.get_job(job_id)
     known = previous.timeline if previous else ()
-    newest_id = known[-1].id if known else 0
-    told = store.list_timeline(job_id, after=newest_id, limit=MAX_LINES, newest=True)
+    after = previous.newest_id if previous else 0
+    told = store.list_timeline(job_id, after=after, limit=MAX_LINES, newest=True)
     if previous is None and len(told) == MAX_LINES:
         begins = store.list_timeline(job_id, limit=1)
         begins += store.list_timeline(job_id, kinds=(STARTED,), limit=1, newest=True)
         told = [*(line for line in begins if line.id < told[0].id), *told]
-    return JobSnapshot(
-        job=job,
-        attempts=store.list_attempts(job_id),
-        timeline=[*known, *told],
-        checkpoints=store.list_checkpoints(job_id),
-        is_new=previous is None or job != previous.job,
-        is_rewound=previous is None or any(line.kind in _REWINDS for line in told),
-    )
+    _share_groups(known, told)
+    attempts, checkpoints = store.list_attempts(job_id), store.list_checkpoints(job_id)
+    found = JobSnapshot(job, attempts, [*known, *told], checkpoints)
+    return previous if previous is not None and not told and found == previous else found
+
+
+def _share_groups(known: Sequence[TimelineEvent], told: Iterable[TimelineEvent]) -> None:
+    """Make a group that is as in the event before the same object, in place.
+
+    Each change of a membership tells all groups with all hosts, of which few have changed.
+    """
+    changes = (line for line in reversed(known) if line.kind == "membership_changed")
+    before: dict[object, object] = {}
+    for line in (*islice(changes, 1), *told):
+        groups = line.data.get("groups") if line.kind == "membership_changed" else None
+        if isinstance(groups, list):
+            for place, each in enumerate(groups):
+                same = before.get(each["group"])
+                groups[place] = before[each["group"]] = same if same == each else each
 
 
 def read_points(store: JobStore, job_id: str, names: Collection[str], known: Points) -> Points:

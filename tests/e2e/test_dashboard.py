@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from service import storage
-from service.dashboard import panels, spec_text
+from service.dashboard import fragments, panels, spec_text
 from service.dashboard.jobs import PAGE_SIZE, ListFeed, ListSnapshot
 from service.db.jobs import JobStore
 from service.db.sweeps import SweepStore
@@ -408,6 +408,30 @@ def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(
     expect(page.locator(".tabs-panel .data")).to_contain_text(f"{running.id}-a0")
     page.get_by_role("tab", name="Spec").click()
     expect(page.locator(".spec")).to_contain_text("embedding_tables:")
+
+
+def test_of_very_many_tables_the_largest_are_listed_and_others_found(
+    page: Page, dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fragments, "MAX_TABLES", 1)
+    tables = [{"name": name, "num_embeddings": 100, "embedding_dim": 8} for name in ("a", "b")]
+    features = [{"name": f"of_{name}", "type": "id", "table": name} for name in ("a", "b")]
+    features.append({"name": "age", "type": "dense"})
+    job = start_job(dashboard.store, "wide", embedding_tables=tables, features=features)
+    plans = [table_wise_plan("a", 1), table_wise_plan("b", 0, size_bytes=9000)]
+    tell(dashboard.store, job, workers_started(tables=plans))
+    open_job(page, job)
+    listed = page.locator(".plan .name")
+    expect(listed).to_have_text(["b"])
+    page.get_by_label("Search tables").fill("A")
+    expect(listed).to_have_text(["a"])
+    tell(dashboard.store, job, workers_started(tables=[table_wise_plan("aa", 0)]))
+    expect(listed).to_have_text(["aa"], timeout=LIVE_MS)
+    page.get_by_label("Search tables").fill("")
+    expect(page.locator(".sharding-panel")).not_to_contain_text("of 2 tables")
+    monkeypatch.setattr("service.dashboard.job._MAX_COLOURED_CHARS", 10)
+    page.get_by_role("tab", name="Spec").click()
+    expect(page.locator(".spec.long")).to_contain_text("embedding_tables:")
 
 
 def test_a_trace_is_asked_for_and_then_offered_for_download(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from html import unescape
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 
 from service.dashboard import fragments, views
 from service.dashboard.groups import (
-    GroupsView,
     MemberGrid,
+    TimelineRow,
     grid_then,
-    groups_view,
+    lanes_of,
     member_grid,
     moments_of,
 )
@@ -79,8 +80,19 @@ def degraded() -> Scene:
     )
 
 
-def view_of(told: Scene, *checkpoints: Checkpoint, at_s: float = 80.0) -> GroupsView:
-    return groups_view(told[0], told[1], checkpoints, NOW + at_s)
+def lanes(told: Scene, at_s: float = 80.0) -> Sequence[TimelineRow]:
+    return lanes_of(*told, NOW + at_s).rows
+
+
+def section(told: Scene, *checkpoints: Checkpoint, at_s: float = 80.0) -> str:
+    """What is told beside the lanes, as HTML."""
+    return fragments.membership(*told, checkpoints, NOW + at_s)
+
+
+def facts(html: str) -> dict[str, tuple[str, str]]:
+    """Text and tone of each fact."""
+    found = re.findall(r'<dt title=".*">(.*)</dt>\n.*<dd class="tone-(.*)">(.*)</dd>', html)
+    return {name: (unescape(text), tone) for name, tone, text in found}
 
 
 def grid_of(told: Scene) -> MemberGrid:
@@ -89,29 +101,23 @@ def grid_of(told: Scene) -> MemberGrid:
     return grid
 
 
-def fact(view: GroupsView, name: str) -> tuple[str, str]:
-    """Text and tone of one fact."""
-    (found,) = [each for each in view.facts if each.name == name]
-    return found.text, found.tone
-
-
 def saved(step: int) -> Checkpoint:
     return Checkpoint("job-1", step, f"step-{step}", 1, NOW, True, {})
 
 
 def test_a_lane_shows_when_its_group_trained_and_when_it_was_gone() -> None:
-    lanes = view_of(degraded()).rows
-    assert [(lane.group, lane.standing, lane.hosts) for lane in lanes] == [
+    found = lanes(degraded())
+    assert [(lane.group, lane.standing, lane.hosts) for lane in found] == [
         (0, "trains", HOSTS[0]),
         (1, "gone", HOSTS[1]),
         (2, "trains", HOSTS[2]),
     ]
-    spans = [(span.tone, span.left, span.width) for span in lanes[1].spans]
+    spans = [(span.tone, span.left, span.width) for span in found[1].spans]
     assert spans == [("good", 0.0, 75.0), ("bad", 75.0, 25.0)]
-    assert lanes[1].spans[1].title == "group 1 gone, 20s"
+    assert found[1].spans[1].title == "group 1 gone, 20s"
     job, timeline = degraded()
     ended = replace(job, status=JobStatus.SUCCEEDED, ended_at=NOW + 70)
-    assert groups_view(ended, timeline, (), NOW + 5000).until == "+01:10"
+    assert lanes_of(ended, timeline, NOW + 5000).until == "+01:10"
 
 
 def test_a_group_that_copies_is_not_yet_shown_as_training() -> None:
@@ -123,7 +129,7 @@ def test_a_group_that_copies_is_not_yet_shown_as_training() -> None:
         membership_changed(group_member(0), group_member(1, incarnation=1), time=NOW + 30),
         group_joined(1, time=NOW + 30),
     )
-    lane = view_of(told, at_s=40).rows[1]
+    lane = lanes(told, at_s=40)[1]
     assert [span.tone for span in lane.spans] == ["good", "bad", "active", "good"]
     assert [span.width for span in lane.spans] == [25.0] * 4
 
@@ -135,7 +141,7 @@ def test_spans_of_a_lane_never_overlap_and_stay_within_it(told: list[tuple[set[i
         for groups, at in told
         if groups
     ]
-    for lane in view_of(scene(*records)).rows:
+    for lane in lanes(scene(*records)):
         edge = 0.0
         for span in lane.spans:
             assert span.left >= edge - 1e-6
@@ -144,13 +150,13 @@ def test_spans_of_a_lane_never_overlap_and_stay_within_it(told: list[tuple[set[i
 
 
 def test_what_needs_attention_is_coloured() -> None:
-    view = view_of(degraded())
-    assert fact(view, "Training") == ("2 of 3 groups, generation 2", "warn")
-    assert fact(view, "Copies alive") == ("2 of each shard, on 2 hosts; 1 more may be lost", "good")
+    told = facts(section(degraded()))
+    assert told["Training"] == ("2 of 3 groups, generation 2", "warn")
+    assert told["Copies alive"] == ("2 of each shard, on 2 hosts; 1 more may be lost", "good")
     recovery = "in 310 ms, nothing to redo, 19s ago; 1 group lost so far"
-    assert fact(view, "Last recovery") == (recovery, "good")
+    assert told["Last recovery"] == (recovery, "good")
     alone = membership_changed(group_member(0), generation=3)
-    fewer = fact(view_of(scene(layout_chosen(), alone)), "Copies alive")
+    fewer = facts(section(scene(layout_chosen(), alone)))["Copies alive"]
     assert fewer == ("1 of each shard, on 1 host; survive needs 2", "warn")
 
 
@@ -158,49 +164,49 @@ def test_a_job_that_waits_for_groups_says_so() -> None:
     alone = membership_changed(group_member(0), generation=3)
     told = scene(layout_chosen(), alone, parallelism=ELASTIC | {"workers": 6, "min_groups": 2})
     text = "waits for 1 more: 1 of 3 groups, generation 3, min_groups 2"
-    assert fact(view_of(told), "Training") == (text, "warn")
+    assert facts(section(told))["Training"] == (text, "warn")
 
 
 def test_work_at_risk_is_counted_from_the_newest_checkpoint_unless_the_job_says_so() -> None:
     told = degraded()
     text = "30 steps (46.1k rows) since the newest checkpoint"
-    assert fact(view_of(told, saved(100)), "At risk")[0] == text
+    assert facts(section(told, saved(100)))["At risk"][0] == text
     job = replace(told[0], latest_metrics={"risk/steps_undurable": 12.0})
-    view = groups_view(job, told[1], [saved(100)], NOW)
-    assert fact(view, "At risk")[0].startswith("12 steps")
+    assert facts(section((job, told[1]), saved(100)))["At risk"][0].startswith("12 steps")
     for absurd in (1e308, -1e308):
         job = replace(told[0], latest_metrics={"risk/steps_undurable": absurd})
-        assert "steps" in fact(groups_view(job, told[1], [], NOW), "At risk")[0]
-    assert fact(view_of(told), "At risk")[0].startswith("130 steps")
+        assert "steps" in facts(section((job, told[1])))["At risk"][0]
+    assert facts(section(told))["At risk"][0].startswith("130 steps")
 
 
 def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
     values = {"goodput/share": 0.96, "goodput/lost_s/start": 6.0, "goodput/lost_s/redo": 2.0}
-    view = view_of(scene(Metrics(time=NOW, step=1, values=values)))
-    html = fragments.render("membership.html", view=view)
+    told = scene(Metrics(time=NOW, step=1, values=values))
+    html = section(told)
     assert "<strong>96.0%</strong> goodput" in html
     assert 'gained" style="width: 96.000%" title="goodput: 96.0%"' in html
     assert 'loss-0" style="width: 3.000%" title="start: 3.0%"' in html
     assert 'loss-1" style="width: 1.000%" title="work done again: 1.0%"' in html
-    assert view.rows == ()
+    assert lanes(told) == ()
+    assert fragments.lanes(*told, NOW) == ""
 
 
 def test_what_is_wanted_is_shown_until_the_job_ends() -> None:
     job, timeline = degraded()
     data: dict[str, object] = {"id": "r-1", "workers": 4, "drain_hosts": [HOSTS[2]]}
     line = replace(timeline[0], kind="drain_requested", data=data)
-    view = groups_view(job, [*timeline, line], (), NOW)
-    assert fact(view, "Wanted") == (f"4 workers, without {HOSTS[2]}", "active")
+    wanted = facts(section((job, [*timeline, line])))["Wanted"]
+    assert wanted == (f"4 workers, without {HOSTS[2]}", "active")
     ended = replace(job, status=JobStatus.SUCCEEDED, ended_at=NOW)
-    names = {each.name for each in groups_view(ended, [*timeline, line], (), NOW).facts}
+    names = {*facts(section((ended, [*timeline, line])))}
     assert names == {"Last recovery", "Failure domain", "Chosen"}
 
 
 def test_a_host_that_is_left_out_is_named_until_its_time_has_come() -> None:
     out = events.HostExcluded(time=NOW, host="h9", num_failures=3, until=NOW + 600)
     told = scene(layout_chosen(), out)
-    assert fact(view_of(told, at_s=0), "Left out") == ("h9 for 10m 00s", "warn")
-    assert "Left out" not in {each.name for each in view_of(told, at_s=601).facts}
+    assert facts(section(told, at_s=0))["Left out"] == ("h9 for 10m 00s", "warn")
+    assert "Left out" not in facts(section(told, at_s=601))
 
 
 def test_the_grid_has_a_row_for_every_group_the_lost_one_included() -> None:
@@ -223,14 +229,13 @@ def test_a_spare_has_a_row_and_leaves_none_when_it_is_lost() -> None:
     spared = SPREAD | {"placement": "inter_host", "spares": 1}
     told = scene(layout_chosen(), membership_changed(*members), parallelism=spared)
     assert [row.standing for row in grid_of(told).rows] == ["trains"] * 3 + ["spare"]
-    view = view_of(told)
-    training = {fact.name: fact.text for fact in view.facts}["Training"]
+    training, _ = facts(section(told))["Training"]
     assert training.startswith("3 of 3 groups and 1 of 1 spare, generation 1")
     lost = group_lost(3, is_spare=True, time=NOW + 9)
     told = scene(membership_changed(*members), lost, parallelism=spared)
     assert told[1][-1].message.startswith("spare group 3 (")
     assert [row.standing for row in grid_of(told).rows] == ["trains"] * 3
-    last = view_of(told).rows[-1]
+    last = lanes(told)[-1]
     assert last.group == 3 and [span.title for span in last.spans][-1].startswith("group 3 spare")
 
 
@@ -253,7 +258,7 @@ def test_a_degraded_job_is_marked_in_list_and_heading() -> None:
     assert "2 of 3 groups" in fragments.heading(job, NOW)
     whole, _ = scene(layout_chosen(), membership_changed())
     assert views.job_row(whole, NOW)["groups"] == ""
-    assert not groups_view(queued_job(), (), (), NOW).has_content
+    assert section((queued_job(), ())) == ""
 
 
 def test_the_evidence_of_an_end_is_shown_with_its_attempt_and_what_to_change() -> None:
@@ -280,9 +285,9 @@ def test_text_of_records_cannot_become_markup() -> None:
         divergence(table=hostile),
     )
     failed = replace(told[0], status=JobStatus.FAILED, message=hostile)
-    view = groups_view(told[0], told[1], (), NOW)
     html = (
-        fragments.render("membership.html", view=view)
+        section(told)
+        + fragments.lanes(*told, NOW)
         + fragments.groups(*told)
         + fragments.sharding(*told)
     )
@@ -360,6 +365,34 @@ def test_the_bars_show_who_holds_more_than_others(job: Job) -> None:
         ("50.000", "movies: 1.8 kB"),
     ]
     assert "1.33× imbalance" in html  # noqa: RUF001
+
+
+def test_of_very_many_tables_those_that_fill_one_position_are_listed_and_others_found_by_name(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fragments, "MAX_TABLES", 2)
+    monkeypatch.setattr(fragments, "_MAX_PIECES", 2)
+    monkeypatch.setattr(fragments, "_MIN_SHARE", 0.5)
+    plans = [
+        table_wise_plan("small", 0, size_bytes=100),
+        row_wise_plan("wide"),  # 3600 bytes, half of them on each position
+        table_wise_plan("large", 1, size_bytes=1900),
+        table_wise_plan("Smallest", 0, size_bytes=10),
+    ]
+    job = replace(job, latest_metrics={f"table/{plan.name}/lookups": 9.0 for plan in plans})
+    lines = timeline_of(job, workers_started(tables=plans))
+
+    def listed(search: str = "") -> list[str]:
+        html = fragments.sharding(job, lines, search)
+        return re.findall(r'<td class="name">(.*)</td>', html)
+
+    html = fragments.sharding(job, lines)
+    assert listed() == ["large", "wide"]
+    assert "2 of 4 tables: those that take most of one position" in html
+    assert 'title="2 other tables: 110 B"' in html
+    assert listed("SMALL") == ["small", "Smallest"], "as in the plan, where all fit"
+    assert listed("no such") == []
+    assert "No table has this in its name" in fragments.sharding(job, lines, "no such")
 
 
 def test_tables_show_lookups_and_syncs_and_positions_their_memory(job: Job) -> None:

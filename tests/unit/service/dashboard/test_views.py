@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -23,9 +24,10 @@ from service.app import create_app
 from service.backends.fake import FakeBackend
 from service.dashboard import fragments, snapshots, views
 from service.dashboard.job import spec_yaml
+from service.dashboard.job_feed import JobFeed
 from service.dashboard.jobs import LIST_MAX_AGE_S, JobQuery, ListFeed, spark_path
 from service.dashboard.panels import suggested_source
-from service.dashboard.snapshots import MAX_CHART_POINTS, load_job, read_points
+from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, load_job, read_points
 from service.db.jobs import JobStore
 from service.domain.job_filter import ALL_JOBS, JobFilter
 from service.domain.models import (
@@ -40,7 +42,17 @@ from service.domain.models import (
 from service.domain.sharding import newest_workers
 from service.errors import JobNotFound
 from service.settings import Settings
-from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, workers_started
+from tests.harness.builders import (
+    NOW,
+    attempt_of,
+    batch,
+    group_member,
+    membership_changed,
+    metrics,
+    progress,
+    queued_job,
+    workers_started,
+)
 from tests.harness.databases import store_attempt, store_job
 from tests.harness.service import LOOPBACK_URL
 from trainer.layout.layout import Layout
@@ -237,14 +249,17 @@ def test_a_snapshot_holds_what_the_page_shows_and_a_later_one_adds_what_is_new(
 ) -> None:
     first = load_job(store, job.id, None)
     assert [event.kind for event in first.timeline] == ["job_submitted", "workers_started"]
-    unchanged = load_job(store, job.id, first)
-    assert (unchanged.is_new, unchanged.timeline) == (False, first.timeline)
+    assert load_job(store, job.id, first) is first
     store.append_events(f"{job.id}-a0", batch(metrics(20, train_loss=0.8), first_seq=2), NOW)
-    changed = load_job(store, job.id, unchanged)
-    assert (changed.is_new, changed.is_rewound) == (True, False)
+    changed = load_job(store, job.id, first)
+    assert (changed == first, changed.is_rewound(first), changed.is_rewound(None)) == (
+        False,
+        False,
+        True,
+    )
     again = batch(workers_started(), first_seq=3)
     store.append_events(f"{job.id}-a0", again, NOW)
-    assert load_job(store, job.id, changed).is_rewound
+    assert load_job(store, job.id, changed).is_rewound(first)
     with pytest.raises(JobNotFound):
         load_job(store, "job-nope", None)
 
@@ -258,6 +273,60 @@ def test_of_a_long_timeline_the_newest_lines_are_read_with_submission_and_worker
     read = load_job(store, job.id, None).timeline
     assert [line.kind for line in read] == ["job_submitted", "workers_started", *["note"] * 3]
     assert read[-1].message == "4"
+
+
+def test_groups_that_stay_as_they_are_are_kept_once(store: JobStore, job: Job) -> None:
+    first = membership_changed()
+    other = membership_changed(group_member(0), group_member(1, incarnation=1), group_member(2))
+    store.append_events(f"{job.id}-a0", batch(first, first, first_seq=2), NOW)
+    known = load_job(store, job.id, None)
+    store.append_events(f"{job.id}-a0", batch(other, first_seq=4), NOW)
+    lines = load_job(store, job.id, known).timeline[-3:]
+    told = [[id(group) for group in line.data["groups"]] for line in lines]
+    assert told[0] == told[1]
+    assert [old == new for old, new in zip(told[1], told[2], strict=True)] == [True, False, True]
+
+
+def test_what_readers_of_a_job_see_is_drawn_once_and_again_only_where_it_is_new(
+    store: JobStore, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, drawn = NOW, list[str]()
+
+    def noted(name: str, part: fragments.Part) -> fragments.Part:
+        def draw(at: JobSnapshot, now: float) -> str:
+            drawn.append(name)
+            return part.draw(at, now)
+
+        return part._replace(draw=draw)
+
+    parts = {name: noted(name, part) for name, part in fragments.PARTS.items()}
+    monkeypatch.setattr(fragments, "PARTS", parts)
+    feed = JobFeed(store, clock=lambda: now_s)
+    followed = feed.follow(job.id)
+    first = followed.latest()
+    assert drawn == [*parts]
+    drawn.clear()
+    assert feed.follow(job.id).latest() is first
+    assert not drawn, "another reader draws nothing"
+    told = batch(metrics(20, train_loss=0.8), progress(20), first_seq=2)
+    store.append_events(f"{job.id}-a0", told, NOW)
+    assert followed.latest() is first, "it is not old yet"
+    assert "step 20" in followed.latest(max_age_s=0.0).html["progress"]
+    assert drawn == ["heading", "progress", "figures", "membership"]
+    now_s += 1
+    again = followed.latest()
+    drawn.clear()
+    assert followed.latest(max_age_s=0.0) is again
+    assert not drawn
+    now_s += 10
+    drawn.clear()
+    followed.latest()
+    assert drawn == ["heading", "lanes", "membership", "checkpoints", "attempts", "traces"]
+    del followed
+    gc.collect()
+    drawn.clear()
+    feed.follow(job.id).latest()
+    assert drawn == [*parts], "what nobody reads is not kept"
 
 
 def test_of_known_points_only_newer_ones_are_read_until_there_are_too_many(

@@ -186,9 +186,8 @@ def export(
             f"the model is the user's own module {written.model.module}, and no user code may run "
             "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
         )
+    _check_encodings(written, found)
     spec, notes = with_data(written)
-    if not notes:
-        _check_encodings(spec, found)
     check_memory(spec, quantize, host_memory_bytes()[1])
     with _users_code(run_dir, spec.model.code):
         tell(f"loading checkpoint {found.path.name}")
@@ -291,12 +290,16 @@ def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
 def _check_encodings(spec: JobSpec, found: CommittedCheckpoint) -> None:
     """Raise `ExportError` where the ids of the data stand for other values than at the save."""
     order = found.commit.row_order
-    if order is not None and order.encodings not in (None, encodings_digest(spec)):
-        raise ExportError(
-            f"{spec.data.path} was prepared anew, with other vocabularies or hashes, since "
-            f"{found.path.name} was saved: its ids stand for other values than the rows of the "
-            "tables. Put the data back as it was, or move it away: a model of plain ids needs none"
-        )
+    with contextlib.suppress(DataError):  # data that is away is told of in the report
+        if order is None or not Location.parse(spec.data.path).is_dir():
+            return
+        if order.encodings not in (None, encodings_digest(spec)):
+            raise ExportError(
+                f"{spec.data.path} was prepared anew, with other vocabularies or hashes, since "
+                f"{found.path.name} was saved: its ids stand for other values than the rows of the "
+                "tables. Put the data back as it was, or move it away: a model of plain ids needs "
+                "none"
+            )
 
 
 def copy_vocabularies(spec: JobSpec, folder: Path) -> None:

@@ -22,16 +22,19 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from tests.harness.files import Call
 from tests.unit.trainer.export.conftest import Exports
 from tests.unit.trainer.export.export_case import (
+    NUM_IDS,
     NUM_TAGS,
     make_spec,
     random_model,
     rows,
     spec_document,
+    write_data,
     write_run,
 )
 from trainer.checkpoint.files import RowOrder, matches, remove_folder, write_marker
 from trainer.checkpoint.save_load import CheckpointMismatch, CheckpointRefused
 from trainer.data.decode import decode, layout_of
+from trainer.data.manifest import Manifest
 from trainer.errors import ColumnError
 from trainer.export import load
 from trainer.export.artifact import (
@@ -259,7 +262,11 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(data: Path, tmp_path
     path.write_text(json.dumps(own))
     with pytest.raises(ExportError, match="no user code may run here"):
         export(run_dir, tmp_path / "out", may_run_code=False)
-    path.write_text(make_spec(data).model_dump_json())
+    anew = write_data(tmp_path / "data")  # with more ids than its table has rows
+    content = {"source": "s", "splits": {}, "columns": {}, "options": {}, "statistics": {}}
+    manifest = Manifest(vocab_sizes={"user": NUM_IDS + 1}, **content)
+    (anew / "manifest.json").write_text(manifest.model_dump_json())
+    path.write_text(make_spec(anew).model_dump_json())
     found = find_checkpoint(run_dir, "newest")
     write_marker(found.path, replace(found.commit, row_order=RowOrder(90, "", "other ids")))
     with pytest.raises(ExportError, match="was prepared anew, with other vocabularies"):

@@ -234,6 +234,7 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
 
 
 def _cause(response: httpx.Response) -> str:
-    # Ray answers with a traceback, whose last line says what was wrong.
-    lines = response.text.strip().splitlines()
+    # Ray answers with a traceback, whose last line says what was wrong; to that of its agent, which
+    # submits and deletes, it adds a line with a full stop.
+    lines = response.text.strip().removesuffix("\n.").splitlines()
     return lines[-1][:_MAX_ERROR_CHARS] if lines else response.reason_phrase

@@ -251,7 +251,8 @@ def test_an_attempt_is_forgotten_that_ray_says_has_ended() -> None:
 
     _backend(answer).forget("job-1-a0")
     assert asked == [("DELETE", "/api/jobs/job-1-a0")]
-    running = _answers(500, text="RuntimeError: it is in a non-terminal state RUNNING.")
+    refusal = "RuntimeError: Attempted to delete it in a non-terminal state RUNNING."
+    running = _answers(500, text=f"Traceback:\n{refusal}\n.\n")
     with pytest.raises(BackendUnreachable, match="non-terminal"):
         _backend(running).forget("job-1-a0")
 

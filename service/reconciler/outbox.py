@@ -80,6 +80,7 @@ class OutboxCollector:
                 self._take(attempt, batch)
                 num_stored += len(batch.events)
         except _MoreUnread:
+            self._unreadable_since.pop((job_id, index), None)
             if not num_stored:
                 logger.error("attempt %s: records behind an endless line are left behind", attempt)
             return num_stored > 0

@@ -116,7 +116,8 @@ def example_row(layout: RowLayout, kinds: Mapping[str, str]) -> dict[str, Any]:
     scales = {label.scale.name for label in layout.labels if label.scale}
     row: dict[str, Any] = {}
     for name, column in input_columns(layout).items():
-        value: Any = min(1, column.num_ids - 1) if column.num_ids else 0.5
+        number = 0.5 if column.dense is None else column.dense.mean or 0.5
+        value: Any = min(1, column.num_ids - 1) if column.num_ids else number
         takes_text = kinds.get(name) == "string"
         if column.encoder is not None and (takes_text or not column.encoder.accepts(pa.int64())):
             value = "text"

@@ -31,7 +31,7 @@ from trainer.data.position import DataPosition, EpochSpans, SkippedRows, rows_be
 from trainer.failures import NonFiniteLoss, NonFiniteRows
 from trainer.models.networks import LEAST_WEIGHT
 from trainer.parallel.collectives import Part
-from trainer.parallel.model import TwoDParallel
+from trainer.parallel.model import TwoDParallel, as_real
 from trainer.protocol import events
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
@@ -117,8 +117,7 @@ class NonFiniteLossGuard:
     def watch(self, model: TwoDParallel) -> None:
         """Count what `model` learns, too; its optimizers are there."""
         parameters = (p for _, p in in_backward_optimizer_filter(model.named_parameters()))
-        trained = [p.detach() for p in parameters if p.requires_grad]
-        self._whole = [torch.view_as_real(p) if p.is_complex() else p for p in trained]
+        self._whole = [as_real(p.detach()) for p in parameters if p.requires_grad]
         for kernel in model.embedding_kernels():
             dims = kernel.feature_dims.to(self._sum.device)
             width = math.gcd(*dims.tolist())

@@ -53,6 +53,8 @@ _MAX_BEGINNINGS = 5
 _REQUEST_TIMEOUT_S = 15.0
 _MAX_ATTEMPTS = 3
 _COPY_CHUNK_BYTES = 8 * 1024 * 1024
+# Two parts of 10 MiB for each of Arrow's 8 threads.
+_UNSENT_BYTES = 160 * 1024 * 1024
 
 Kind = Literal["away", "refused", "no_bucket", "clock", "other"]
 _SIGNS: dict[Kind, re.Pattern[str]] = {
@@ -115,6 +117,21 @@ def retry(operation: Callable[[], Result]) -> Result:
             logger.warning("%s; trying again in %.1f s", error, delay_s)
         time.sleep(delay_s)
         longest_s = min(2 * longest_s, _MAX_DELAY_S)
+
+
+def write_upload(stream: Any, content: bytes | memoryview) -> None:
+    """Write bytes to the output stream of an upload, and wait at times until all is sent.
+
+    Arrow alone keeps a copy of whatever it is given, and sends that by threads which reads of
+    Parquet need as well.
+    """
+    left = memoryview(content)
+    while left:
+        num_bytes = _UNSENT_BYTES - stream.tell() % _UNSENT_BYTES
+        stream.write(left[:num_bytes])
+        if num_bytes <= len(left):
+            stream.flush()
+        left = left[num_bytes:]
 
 
 @dataclass(frozen=True)
@@ -354,7 +371,7 @@ class Location:
                 try:
                     while chunk := file.read(_COPY_CHUNK_BYTES):
                         with self.errors_as("written"):
-                            out.write(chunk)
+                            write_upload(out, chunk)
                     with self.errors_as("written"):
                         out.close()
                 except BaseException:

@@ -14,27 +14,32 @@ from __future__ import annotations
 import enum
 import hashlib
 import io
+import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.filesystem import FileSystemBase, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainer.checkpoint.files import Folder
 from trainer.errors import StorageError
 from trainer.protocol.run_dir import FileRecord
-from trainer.storage import Location, retry
+from trainer.storage import Location, retry, write_upload
 
 _TORCH = "2.13."
 METADATA = ".metadata"
+# An object has 10 000 parts at most, and Arrow's are of 10 MiB: 98 GiB.
+_MAX_OBJECT_BYTES = 64 * 2**30
 # Names that the metadata of a checkpoint may contain, by module.
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -77,7 +82,7 @@ class _HashedOutput(io.RawIOBase):
         view = memoryview(content).cast("B")
         try:
             with self._file.errors_as("written"):
-                self._stream.write(view)
+                write_upload(self._stream, view)
         except StorageError as error:
             self.fault = self.fault or error
             raise
@@ -149,8 +154,27 @@ class _RemoteFiles(FileSystemBase):
         return "://" in str(checkpoint_id)
 
 
+def num_bytes_of(item: WriteItem) -> int:
+    """Of the piece; 0 for an object, whose size is not known."""
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0
+
+
+def _objects_of(items: Iterable[WriteItem]) -> list[list[WriteItem]]:
+    """`items` by the object that they go to: as many as fit, or a larger one alone."""
+    objects: list[list[WriteItem]] = []
+    left = 0
+    for item in items:
+        left -= num_bytes_of(item)
+        if left < 0 or not objects:
+            objects.append([])
+            left = _MAX_OBJECT_BYTES - num_bytes_of(item)
+        objects[-1].append(item)
+    return objects
+
+
 class RemoteWriter(FileSystemWriter):
-    """Writes a checkpoint to an object store; large objects in parts.
+    """Writes a checkpoint to an object store; a share in several objects where it is large.
 
     What cannot be written is written again, from the copy in memory, while the store is busy.
     """
@@ -166,7 +190,19 @@ class RemoteWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share; raises a `StorageError`."""
-        return retry(lambda: super(RemoteWriter, self).write_data(plan, planner))
+
+        def write(part: SavePlan) -> Future[list[WriteResult]]:
+            return super(RemoteWriter, self).write_data(part, planner)
+
+        results: list[WriteResult] = []
+        for number, items in enumerate(_objects_of(plan.items)):
+            # Not DCP's `thread_count`: its threads lose their errors.
+            prefix = f"{plan.storage_data.prefix}{number}_" if number else plan.storage_data.prefix
+            part = replace(plan, items=items, storage_data=_StoragePrefix(prefix))
+            results += retry(partial(write, part)).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         retry(lambda: super(RemoteWriter, self).finish(metadata, results))

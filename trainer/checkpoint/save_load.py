@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import heapq
 import io
-import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -49,7 +48,13 @@ from trainer.checkpoint.files import (
     write_marker,
     write_probe,
 )
-from trainer.checkpoint.remote_io import METADATA, RemoteWriter, SafeLoadPlanner, reader_for
+from trainer.checkpoint.remote_io import (
+    METADATA,
+    RemoteWriter,
+    SafeLoadPlanner,
+    num_bytes_of,
+    reader_for,
+)
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol.run_dir import FileRecord, file_record
@@ -273,12 +278,6 @@ def refused(folder: Folder, error: Exception) -> CheckpointRefused:
     )
 
 
-def _num_bytes(item: WriteItem) -> int:
-    """Of the piece; 0 for an object, whose size is not known."""
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0
-
-
 def assign_writes(items: Iterable[WriteItem], place: int, num_places: int) -> list[WriteItem]:
     """Those of `items` that the rank at `place` writes, of `num_places` that hold the same.
 
@@ -286,10 +285,10 @@ def assign_writes(items: Iterable[WriteItem], place: int, num_places: int) -> li
     """
     found = []
     holders = [(0, holder) for holder in range(num_places)]
-    by_size = sorted(items, key=lambda i: (-_num_bytes(i), i.index.fqn, i.index.offset or ()))
+    by_size = sorted(items, key=lambda i: (-num_bytes_of(i), i.index.fqn, i.index.offset or ()))
     for item in by_size:
         num_bytes, holder = holders[0]
-        heapq.heapreplace(holders, (num_bytes + _num_bytes(item), holder))
+        heapq.heapreplace(holders, (num_bytes + num_bytes_of(item), holder))
         if holder == place:
             found.append(item)
     return found
@@ -309,7 +308,7 @@ class SharePlanner(DefaultSavePlanner):
         held = super().create_local_plan()
         whole = [item for item in held.items if item.type != WriteItemType.SHARD]
         # Of a table with few rows several ranks of a sharding group hold none.
-        shards = [i for i in held.items if i.type == WriteItemType.SHARD and _num_bytes(i)]
+        shards = [i for i in held.items if i.type == WriteItemType.SHARD and num_bytes_of(i)]
         items = assign_writes(shards, *self._copy) + assign_writes(whole, *self._rank)
         # Rank 0 joins those of all ranks.
         names = {item.index.fqn: held.planner_data[item.index.fqn] for item in items}

@@ -23,7 +23,7 @@ from trainer.errors import (
     StorageRefusedError,
 )
 from trainer.spec.base import is_remote
-from trainer.storage import STORES, Location, kind_of, retry
+from trainer.storage import STORES, Location, kind_of, retry, write_upload
 
 
 def test_a_file_is_written_listed_read_and_deleted(tmp_path):
@@ -167,6 +167,18 @@ def test_an_upload_whose_source_fails_leaves_nothing_and_says_what_failed(tmp_pa
     with pytest.raises(OSError, match=r"source\.bin"):
         target.upload(Source())
     assert not target.exists()
+
+
+def test_an_upload_keeps_little_in_memory(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_UNSENT_BYTES", 100)
+    stream = io.BytesIO()
+    flushed: list[int] = []
+    monkeypatch.setattr(stream, "flush", lambda: flushed.append(stream.tell()), raising=False)
+    content = bytes(range(256)) * 2
+    for start, end in ((0, 30), (30, 100), (100, 140), (140, 512)):
+        write_upload(stream, content[start:end])
+    assert stream.getvalue() == content
+    assert flushed == [100, 200, 300, 400, 500]
 
 
 def test_a_time_that_is_no_number_of_seconds_is_refused_by_its_name(monkeypatch):

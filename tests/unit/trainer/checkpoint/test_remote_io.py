@@ -13,9 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.harness.files import Call
-from trainer.checkpoint import save_load
-from trainer.checkpoint.remote_io import RemoteReader, _RemoteFiles, reader_for
+from trainer.checkpoint import remote_io, save_load
+from trainer.checkpoint.remote_io import RemoteReader, RemoteWriter, _RemoteFiles, reader_for
 from trainer.errors import StorageAwayError
+from trainer.protocol.run_dir import file_record
 from trainer.storage import Location
 
 REPO = Path(__file__).parents[4]
@@ -27,6 +28,10 @@ class FailingStream:
 
     def __init__(self, num_good_bytes: int) -> None:
         self._left = num_good_bytes
+
+    def tell(self) -> int:
+        """At the start of a part."""
+        return 0
 
     def write(self, content: memoryview) -> None:
         """Write, or raise."""
@@ -53,6 +58,22 @@ def test_an_archive_that_cannot_be_ended_hides_no_fault_of_the_store(
         ):
             for _ in range(100):
                 torch.save(tensor, output)
+
+
+def test_a_share_is_in_as_many_objects_as_are_small_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_io, "_MAX_OBJECT_BYTES", 100)
+    state: dict[str, Any] = {f"t{i}": torch.full((num,), i) for i, num in enumerate([6, 5, 1, 20])}
+    writer = RemoteWriter(Location.parse(tmp_path))
+    dcp.save(state | {"plain": b"bytes"}, storage_writer=writer, no_dist=True)
+    files = {path.name: file_record(path) for path in tmp_path.iterdir()}
+    assert writer.records == files
+    # t0 and t1 with t2; a tensor that is larger by itself.
+    assert sorted(files) == [".metadata", *(f"__0_{n}0.distcp" for n in ("", "1_", "2_"))]
+    loaded: dict[str, Any] = {name: torch.zeros_like(value) for name, value in state.items()}
+    save_load.load(tmp_path, loaded | {"plain": b""})
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
 
 
 def test_metadata_and_objects_of_a_checkpoint_run_nothing(tmp_path: Path) -> None:

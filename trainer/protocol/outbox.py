@@ -9,6 +9,7 @@ lines stay on run storage, and the service reads them there when the attempt has
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
@@ -46,6 +47,7 @@ class EventWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._pending = b""
+        self._sound_bytes: int | None = None  # of the file, where writing behind them failed
         self._lock = threading.Lock()
 
     def write(self, event: Event) -> None:
@@ -54,9 +56,14 @@ class EventWriter:
             self._pending += write_record(event)
             try:
                 with self._path.open("ab", buffering=0) as file:
-                    while self._pending:
-                        num_written = file.write(self._pending) or 0
-                        self._pending = self._pending[num_written:]
+                    if self._sound_bytes is not None:
+                        file.truncate(min(self._sound_bytes, file.tell()))
+                    self._sound_bytes = file.seek(0, os.SEEK_END)
+                    left = self._pending
+                    while left:
+                        left = left[file.write(left) or 0 :]
+                # Not before: NFS may say at the close that there is no room.
+                self._pending, self._sound_bytes = b"", None
             except OSError as error:
                 logger.warning("event kept in memory, %s cannot be written: %s", self._path, error)
 

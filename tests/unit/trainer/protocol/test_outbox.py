@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +165,30 @@ def test_lines_are_kept_while_storage_refuses_them(outbox: Path) -> None:
     service = Service()
     poster_of(outbox, service).post_new()
     assert service.taken == {"driver": [0, 1, 2]}
+
+
+class FullAtTheClose(io.FileIO):
+    """A file on NFS: that there is no room for the end of it is said when it is closed."""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.truncate(self.seek(0, os.SEEK_END) - 3)
+            super().close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_lines_are_kept_that_storage_refuses_at_the_close(
+    outbox: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = EventWriter(outbox / "driver.jsonl")
+    write_notes(writer, range(1))
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", lambda path, mode, buffering: FullAtTheClose(path, mode))
+        write_notes(writer, range(1, 3))
+    write_notes(writer, range(3, 4))
+    service = Service()
+    poster_of(outbox, service).post_new()
+    assert service.taken == {"driver": [0, 1, 2, 3]}
 
 
 def test_a_message_that_names_a_file_by_bytes_that_are_no_utf_8_is_told(outbox: Path) -> None:

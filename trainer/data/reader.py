@@ -114,21 +114,21 @@ _PICKED_ROWS = 16_384
 _NUM_DECODERS = 2
 
 
-def open_source(spec: JobSpec, folder: Location | Path) -> ParquetSource:
+def open_source(
+    spec: JobSpec, folder: Location | Path, train: ParquetSource | None = None
+) -> ParquetSource:
     """Open a split's folder with the columns that a resolved spec reads.
 
-    Raises a `DataError`; a missing or ill-typed column is named by the spec field that asks for it,
-    and so is one whose raw values are text here and numbers in the training split, or vice versa.
+    `train` is the training split, if this is another. Raises a `DataError`; a missing or ill-typed
+    column is named by the spec field that asks for it, and so is one whose raw values are text here
+    and numbers in `train`, or vice versa.
     """
-    layout, folder, data = layout_of(spec), Location.parse(folder), Location.parse(spec.data.path)
+    layout, folder = layout_of(spec), Location.parse(folder)
     schema = read_schema(folder)
     check_schema(layout, schema, folder)
-    split = spec.data.split
-    is_held_out = split.validation is not None and folder.path == (data / split.validation).path
-    if is_held_out and any(column.encoder for column in layout.sparse):
-        kinds = {each.name: raw_kind(each.type) for each in read_schema(data / split.train)}
-        check_kinds(layout, schema, folder, kinds)
-    known = contents_in(data, folder)
+    if train is not None:
+        check_kinds(layout, schema, folder, {f.name: raw_kind(f.type) for f in train.schema})
+    known = contents_in(Location.parse(spec.data.path), folder)
     return ParquetSource(folder, [column.name for column in layout.columns], known)
 
 

@@ -193,8 +193,9 @@ class Session:
         data = self.spec.data
         root = Location.parse(data.path)
         self.train_source = open_source(self.spec, root / data.split.train)
-        validation = data.split.validation
-        self.validation_source = open_source(self.spec, root / validation) if validation else None
+        self.validation_source = None
+        if validation := data.split.validation:
+            self.validation_source = open_source(self.spec, root / validation, self.train_source)
         self.shape = BatchShape(self.train_source.num_rows, self.world_size, data.batch_size)
         self.shape.check(self.train_source.folder)
         order = order_digest(self.train_source, self.spec)

@@ -213,14 +213,17 @@ def test_text_in_one_split_and_numbers_in_the_other_are_not_hashed(make_spec, tm
     tables = [{"name": "cities", "embedding_dim": 4, "num_embeddings": 10}]
     spec = make_spec(features=features, embedding_tables=tables)
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"path": str(tmp_path)})})
-    for name, city in (("train", 7), ("validation", 8), ("validation", "8")):
+
+    def opened(name, city, train=None):
         (tmp_path / name).mkdir(exist_ok=True)
         row = {"city": city, "user_mean": 3.0, "user_scale": 1.0, "rating": 4.0}
         pl.DataFrame([row]).write_parquet(tmp_path / name / "0.parquet")
-        if city != "8":
-            open_source(spec, tmp_path / name)
+        return open_source(spec, tmp_path / name, train)
+
+    train = opened("train", 7)
+    opened("validation", 8, train)
     with pytest.raises(ColumnError, match=r"features\[0\].*'city' in .*validation is .*numbers"):
-        open_source(spec, tmp_path / "validation")
+        opened("validation", "8", train)
 
 
 @pytest.mark.parametrize(

@@ -313,20 +313,25 @@ def append_log(
 def append_stream(
     settings: Settings, attempt: Attempt, stream: str, data: bytes, at: int | None
 ) -> tuple[int, bool]:
-    """Append to a stream of records, as `append_log` does to a log."""
+    """Append to a stream of records, as `append_log` does to a log; durable when this returns."""
     path = run_dir_of(settings, attempt.job_id).attempt(attempt.id).stream_path(stream)
     if not re.fullmatch(STREAM_PATTERN, stream):
         raise NoSuchRunFile(f"stream {stream[:40]}")
     _check_room(settings)
     with (
         _lock_of(path),
-        open_folder(path.parent, settings.runs_dir, make=True),
+        open_folder(path.parent, settings.runs_dir, make=True) as folder,
         open_untrusted(path, settings.runs_dir, "ab") as file,
     ):
         end = file.tell()
         if at not in (None, end) or not data:
             return end, False
         file.write(data)
+        file.flush()
+        # The host deletes what is taken.
+        os.fsync(file.fileno())
+        if end == 0:
+            os.fsync(folder)
         return end + len(data), True
 
 

@@ -368,6 +368,24 @@ def test_logs_have_the_names_of_processes_and_pieces_follow_one_another(
     assert listed.call_count == 1, "of the logs of thousands of ranks"
 
 
+def test_records_that_a_host_hands_over_are_on_the_disk_before_they_are_taken(
+    house: Guarded, job: str, kept: RunDir
+) -> None:
+    path = attempt_of(kept).stream_path("driver")
+    synced: list[str] = []
+
+    def note(descriptor: int) -> None:
+        target = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if target in (path, path.parent):
+            synced.append(f"{target.name} {path.read_text()}")
+
+    with mock.patch.object(run_storage.os, "fsync", note):
+        for _ in range(2):
+            url = f"/v1/attempts/{job}-a0/outbox/driver"
+            assert house.send("POST", url, "driver", content=b"x").json()["taken"]
+    assert synced == ["driver.jsonl x", "outbox x", "driver.jsonl xx"]
+
+
 @pytest.mark.parametrize("full", [{"f_bavail": 4}, {"f_favail": 4}])
 def test_a_full_disk_is_kept_for_what_service_and_hosts_tell_one_another(
     host: Host, kept: RunDir, monkeypatch: pytest.MonkeyPatch, full: dict[str, int]

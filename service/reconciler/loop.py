@@ -397,7 +397,8 @@ class Reconciler:
         observation = self._observe(job, attempt, seen)
         is_over = observation is not _NEVER_SENT and observation.state not in _ALIVE
         if attempt is not None and is_over:
-            self._outboxes.collect(job.id, attempt.index)
+            if self._outboxes.collect(job.id, attempt.index) and not job.cancel_requested:
+                return  # What the job came to is in the portions that follow.
             observed = attempt
             job, attempt = self._store.get_job_and_attempt(job_id)
             if not _is_as_observed(observed, attempt):

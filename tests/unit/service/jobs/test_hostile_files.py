@@ -127,7 +127,7 @@ def test_records_come_from_whole_lines_of_regular_files_of_bounded_size(house: H
     with sparse.open("wb") as file:
         file.truncate(1 << 40)
     path.with_name("driver-0\n.jsonl").write_bytes(path.read_bytes())
-    house.poll(2)
+    house.poll(3)
     assert house.status(job) is JobStatus.QUEUED, "its next attempt is due"
     assert house.store.metric_names(job.id) == ["late/loss", "train/loss"]
     damaged = [line for line in house.store.list_timeline(job.id) if "damaged" in line.message]

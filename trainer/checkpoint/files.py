@@ -202,7 +202,7 @@ class Commit:
     """
 
     # A NaN metric comes back as NaN.
-    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants", extra="forbid")
+    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants")
 
     step: int
     epoch: int
@@ -244,10 +244,11 @@ def read_commit(folder: Folder) -> Commit | None:
         document = json.loads(content)
         if not isinstance(document, dict):
             raise ValueError("it is no JSON object")
-        # Early versions wrote no checksum.
-        if document.pop(_CHECKSUM, None) not in (None, _checksum(document)):
+        # Early versions wrote no checksum. What a newer one adds to it is left out.
+        checksum = document.pop(_CHECKSUM, None)
+        if checksum not in (None, _checksum(document)):
             raise ValueError("its checksum is wrong")
-        return _COMMIT.validate_python(document)
+        return _COMMIT.validate_python(document, extra="ignore" if checksum else "forbid")
     except ValueError as error:
         logger.warning("checkpoint marker in %s is damaged and ignored: %s", folder, error)
         return None

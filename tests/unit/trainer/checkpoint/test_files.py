@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from dataclasses import asdict, replace
@@ -132,6 +133,15 @@ def test_a_marker_of_an_early_version_is_read(tmp_path: Path) -> None:
     (tmp_path / COMMIT_MARKER).write_text(json.dumps(document))
     assert read_commit(tmp_path) == commit(7)
     assert state_of(commit(7)).ledger.open_epochs == (EpochRows(epoch=0, done=((0, 56),)),)
+
+
+def test_a_marker_of_a_newer_version_is_read_without_what_that_added(tmp_path: Path) -> None:
+    known = replace(commit(7), row_order=RowOrder(9, "digest"))
+    document = asdict(known) | {"added": 1}
+    document["row_order"]["added"] = 2
+    document["sha256"] = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    (tmp_path / COMMIT_MARKER).write_text(json.dumps(document))
+    assert read_commit(tmp_path) == known
 
 
 spans = st.lists(st.integers(0, 99), unique=True, max_size=8).map(

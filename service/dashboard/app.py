@@ -12,6 +12,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs
+from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -26,7 +27,6 @@ from service.dashboard import fragments
 from service.dashboard.admin import ClusterPage, SettingsPage
 from service.dashboard.compare import ComparePage
 from service.dashboard.job import JobPage
-from service.dashboard.job_feed import JobFeed
 from service.dashboard.jobs import ListFeed, ListPage
 from service.dashboard.new_job import NewJobPage
 from service.dashboard.rest import Refused, Rest
@@ -151,7 +151,7 @@ def mount(app: FastAPI) -> None:
 
     pages: dict[str, Callable[..., Any]] = {
         "/": partial(ListPage, rest, feed),
-        "/jobs/{job_id}": partial(JobPage, rest, JobFeed(rest.context.store)),
+        "/jobs/{job_id}": partial(JobPage, rest, WeakValueDictionary()),
         "/new": partial(NewJobPage, rest),
         "/compare": partial(ComparePage, rest),
         "/sweeps": partial(SweepsPage, rest),

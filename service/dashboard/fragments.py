@@ -7,6 +7,7 @@ these fragments again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import nlargest
 from inspect import isfunction
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from service.domain.sharding import (
     shard_text,
     table_uses,
 )
-from service.domain.timeline import WRITTEN, counted, traces_of
+from service.domain.timeline import counted, traces_of
 from service.schemas import wording
 from service.schemas.wording import group_facts
 
@@ -43,9 +44,9 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-# Of very many tables those are listed that take most of one position; where a position holds very
-# many, each that takes this share of what it holds is shown.
-MAX_TABLES, _MAX_PIECES, _MIN_SHARE = 100, 40, 0.02
+# Of very many tables those are listed that take most of one position, and those shown that take
+# most of each.
+MAX_TABLES, _MAX_PIECES = 100, 40
 # Texts as `5m 00s ago` are as old as this, where nothing else is new.
 _MAX_AGE_S = 10.0
 # Templates call what these modules define, also as a filter: `{{ job.created_at | age(now) }}`.
@@ -140,8 +141,8 @@ def sharding(job: Job, timeline: Sequence[TimelineEvent], search: str = "") -> s
     loads, peaks = loads_of(tables, size), memory_peaks(job.latest_metrics, size)
     held = [sum(load.values()) for load in loads]
     fitting = [table for table in tables if search.lower() in table.name.lower()]
-    most = _most_of_position(loads)
-    shown = sorted(fitting, key=lambda table: -most.get(table.name, 0.0))[:MAX_TABLES]
+    most = {table.name: max(load.get(table.name, 0.0) for load in loads) for table in fitting}
+    shown = nlargest(MAX_TABLES, fitting, key=lambda table: most[table.name])
     uses = table_uses(job.spec, fitting, job.latest_metrics)
     prediction = workers.prediction if workers else None
     predicted = wording.memory_by_position(prediction) if prediction else []
@@ -164,23 +165,34 @@ def sharding(job: Job, timeline: Sequence[TimelineEvent], search: str = "") -> s
     )
 
 
-def _most_of_position(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By table: the most bytes that it takes of one position."""
-    most: dict[str, float] = {}
-    for load in loads:
-        for name, held in load.items():
-            most[name] = max(held, most.get(name, 0.0))
-    return most
-
-
 def _largest(load: Mapping[str, float]) -> Mapping[str, float]:
     """What a position holds; of very many tables the largest, and the others together."""
     if len(load) <= _MAX_PIECES:
         return load
-    least = _MIN_SHARE * sum(load.values())
-    kept = {name: held for name, held in load.items() if held >= least}
-    others = counted(len(load) - len(kept), "other table")
-    return kept | {others: sum(load.values()) - sum(kept.values())}
+    kept = dict(nlargest(_MAX_PIECES, load.items(), key=lambda item: item[1]))
+    others = [held for name, held in load.items() if name not in kept]
+    return kept | {counted(len(others), "other table"): sum(others)}
+
+
+def _newest(at: JobSnapshot, kinds: Collection[str]) -> int:
+    """Id of the newest event of some kinds; 0 without one."""
+    return next((line.id for line in reversed(at.timeline) if line.kind in kinds), 0)
+
+
+def _source_of_lanes(at: JobSnapshot, now: float) -> object:
+    until = at.job.ended_at or now // _MAX_AGE_S
+    return _newest(at, MOMENTS), at.job.current_attempt_id, until
+
+
+def _source_of_grid(at: JobSnapshot, now: float) -> object:
+    job = at.job
+    return _newest(at, MOMENTS), job.membership, job.current_attempt_id, job.status.is_terminal
+
+
+def _source_of_sharding(at: JobSnapshot, now: float) -> object:
+    metrics = at.job.latest_metrics.items()
+    told = [each for each in metrics if each[0].startswith(("table/", "memory/"))]
+    return _newest(at, {STARTED, DIVERGENCE}), told, compared_view(at.job)
 
 
 class Part(NamedTuple):
@@ -190,75 +202,30 @@ class Part(NamedTuple):
     """
 
     draw: Callable[[JobSnapshot, float], str]
-    source: Callable[[JobSnapshot, float], object]
+    source: Callable[[JobSnapshot, float], object] = lambda at, now: (at, now // _MAX_AGE_S)
 
 
-def _by(template: str, source: Callable[[JobSnapshot, float], object]) -> Part:
+def _by(template: str) -> Part:
     """Drawn by a template, which has the fields of the snapshot and `now`."""
-    return Part(lambda at, now: render(template, **vars(at), now=now), source)
+    return Part(lambda at, now: render(template, **vars(at), now=now))
 
 
-def _age(now: float) -> float:
-    """Changes as often as texts with ages do."""
-    return now // _MAX_AGE_S
-
-
-def _newest(at: JobSnapshot, kinds: Collection[str]) -> int:
-    """Id of the newest event of some kinds; 0 without one."""
-    return next((line.id for line in reversed(at.timeline) if line.kind in kinds), 0)
-
-
-def _of_tables(job: Job) -> object:
-    """What a job has told of its tables and of memory, and beside its plan."""
-    told = {
-        name: value
-        for name, value in job.latest_metrics.items()
-        if name.startswith(("table/", "memory/"))
-    }
-    return told, compared_view(job)
-
-
+# Those of a large job that take long have a source of their own.
 PARTS = {
-    "heading": Part(
-        lambda at, now: heading(at.job, now, at.attempts),
-        lambda at, now: (now, at.job, at.attempts),
-    ),
-    "progress": _by("progress.html", lambda at, now: (at.job.progress, at.job.status)),
-    "figures": _by("figures.html", lambda at, now: at.job.latest_metrics),
-    "lanes": Part(
-        lambda at, now: lanes(at.job, at.timeline, now),
-        lambda at, now: (
-            _newest(at, MOMENTS),
-            at.job.current_attempt_id,
-            at.job.ended_at or _age(now),
-        ),
-    ),
-    "membership": Part(
-        lambda at, now: membership(at.job, at.timeline, at.checkpoints, now),
-        lambda at, now: (at.job, at.newest_id, at.checkpoints, _age(now)),
-    ),
-    "grid": Part(
-        lambda at, now: groups(at.job, at.timeline),
-        lambda at, now: (
-            _newest(at, MOMENTS),
-            at.job.membership,
-            at.job.current_attempt_id,
-            at.job.status.is_terminal,
-        ),
-    ),
+    "heading": Part(lambda at, now: heading(at.job, now, at.attempts), lambda at, now: (at, now)),
+    "progress": _by("progress.html"),
+    "figures": _by("figures.html"),
+    "lanes": Part(lambda at, now: lanes(at.job, at.timeline, now), _source_of_lanes),
+    "membership": Part(lambda at, now: membership(at.job, at.timeline, at.checkpoints, now)),
+    "grid": Part(lambda at, now: groups(at.job, at.timeline), _source_of_grid),
     "moments": Part(
-        lambda at, now: render("moments.html", job=at.job, moments=moments_of(at.timeline)),
-        lambda at, now: _newest(at, MOMENTS),
+        lambda at, now: render("moments.html", job=at.job, moments=moments_of(at.timeline))
     ),
-    "timeline": _by("timeline.html", lambda at, now: (at.newest_id, at.job.status)),
-    "checkpoints": _by("checkpoints.html", lambda at, now: (at.checkpoints, _age(now))),
-    "attempts": _by("attempts.html", lambda at, now: (at.attempts, _age(now))),
+    "timeline": _by("timeline.html"),
+    "checkpoints": _by("checkpoints.html"),
+    "attempts": _by("attempts.html"),
     "traces": Part(
-        lambda at, now: render("traces.html", job=at.job, traces=traces_of(at.timeline), now=now),
-        lambda at, now: (_newest(at, {WRITTEN}), _age(now)),
+        lambda at, now: render("traces.html", job=at.job, traces=traces_of(at.timeline), now=now)
     ),
-    "sharding": Part(
-        lambda at, now: sharding(at.job, at.timeline),
-        lambda at, now: (_newest(at, {STARTED}), _newest(at, {DIVERGENCE}), _of_tables(at.job)),
-    ),
+    "sharding": Part(lambda at, now: sharding(at.job, at.timeline), _source_of_sharding),
 }

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from html import escape
@@ -44,11 +44,11 @@ PanelKind = TypeVar("PanelKind", bound=Panel)
 class JobPage:
     """One reader's view of a job, refreshed every second while the browser is connected."""
 
-    def __init__(self, rest: Rest, feed: JobFeed, job_id: str) -> None:
+    def __init__(self, rest: Rest, feeds: MutableMapping[str, JobFeed], job_id: str) -> None:
         self._rest = rest
         self._store = rest.context.store
         self._job_id = job_id
-        self._followed = feed.follow(job_id)
+        self._feed = feeds.setdefault(job_id, JobFeed(self._store, job_id))
         # What the charts show, too.
         self._drawn: JobSnapshot | None = None
         self._panels: list[Panel] = []
@@ -57,11 +57,10 @@ class JobPage:
 
     async def build(self) -> None:
         """Draw the page; raises `JobNotFound`, `StoreUnavailable`."""
-        shown = await asyncio.to_thread(self._followed.latest)
+        self._shown = shown = await asyncio.to_thread(self._feed.latest)
         snapshot = shown.snapshot
         if self._rest.reader().role_in(snapshot.job.project) is None:
             raise JobNotFound(self._job_id)
-        self._shown, self._snapshot = shown, snapshot
         with page_frame(snapshot.job.name, self._rest):
             self._build_head()
             self._build_body()
@@ -96,7 +95,7 @@ class JobPage:
 
     async def _show_parent(self) -> None:
         """What differs from the spec of the job that this is a clone of."""
-        told = (line.data.get("cloned_from") for line in self._snapshot.timeline[:1])
+        told = (line.data.get("cloned_from") for line in self._shown.snapshot.timeline[:1])
         parent = next(filter(None, told), None)
         if parent is None:
             return
@@ -104,7 +103,7 @@ class JobPage:
             old = (await self._rest.get(f"/v1/jobs/{parent}"))["spec"]
         except Refused:
             return  # It was deleted, or may not be seen.
-        new = self._snapshot.job.spec.model_dump(mode="json")
+        new = self._shown.snapshot.job.spec.model_dump(mode="json")
         title = f"What differs from {parent}, its parent"
         html = fragments.differences([str(parent), "this job"], [old, new], title)
         self._parent.set_content(html)
@@ -113,7 +112,7 @@ class JobPage:
     async def refresh(self, max_age_s: float = MAX_AGE_S) -> None:
         """Show what has changed up to `max_age_s` ago."""
         try:
-            shown = await asyncio.to_thread(self._followed.latest, max_age_s)
+            shown = await asyncio.to_thread(self._feed.latest, max_age_s)
             if shown is not self._shown:
                 self._show(shown)
             await self._sharding.refresh()
@@ -142,12 +141,12 @@ class JobPage:
         with ui.element("div").classes("crumbs"):
             ui.html(f'<a href="{MOUNT_PATH}/">Jobs</a>', sanitize=False)
             ui.label("/")
-            ui.label(self._snapshot.job.name)
+            ui.label(self._shown.snapshot.job.name)
         self._gone = ui.label().classes("notice tone-warn").props("role=status")
         with ui.element("div").classes("job-head"):
             self._part("heading").classes("heading")
             with ui.element("div").classes("course-buttons"):
-                job_id = self._snapshot.job.id
+                job_id = self._shown.snapshot.job.id
                 link_button("Compare", f"{MOUNT_PATH}/compare?jobs={job_id}")
                 if self._rest.reader().may_somewhere(Role.SUBMITTER):
                     link_button("New from this", f"{MOUNT_PATH}/new?source={job_id}")
@@ -162,7 +161,7 @@ class JobPage:
                 self._charts: list[_ChartPanel] = []
                 chart_tools(self._redraw, self._charts)
                 with ui.element("div").classes("charts"):
-                    job = self._snapshot.job
+                    job = self._shown.snapshot.job
                     self._charts += [
                         _ChartPanel(self._store, job, spec) for spec in charts.charts_of(job)
                     ]
@@ -200,7 +199,7 @@ class JobPage:
         if event.value != "Spec" or place is None:
             return
         self._spec = None
-        text = await asyncio.to_thread(spec_yaml, self._snapshot.job)
+        text = await asyncio.to_thread(spec_yaml, self._shown.snapshot.job)
         with place:
             if len(text) > _MAX_COLOURED_CHARS:
                 html = f"<pre>{escape(text)}</pre>"
@@ -211,7 +210,7 @@ class JobPage:
                 code.copy_button.props('aria-label="Copy the spec"')
 
     def _show(self, shown: ShownJob) -> None:
-        self._shown, self._snapshot = shown, shown.snapshot
+        self._shown = shown
         for name, made in self._parts.items():
             made.set_content(shown.html[name])
         for each in self._panels:
@@ -227,7 +226,7 @@ class JobPage:
         return self._parts[name]
 
     def _panel(self, kind: type[PanelKind]) -> PanelKind:
-        made = kind(self._rest, self._snapshot, partial(self.refresh, 0.0))
+        made = kind(self._rest, self._shown, partial(self.refresh, 0.0))
         self._panels.append(made)
         return made
 

@@ -1,4 +1,4 @@
-"""Jobs as their pages show them: read and drawn once for all readers of a job.
+"""A job as its pages show it: read and drawn once for all readers of the job.
 
 Pages ask once a second, in threads: what a job of hundreds of groups shows takes long to draw.
 """
@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 from service.dashboard import fragments
 from service.dashboard.snapshots import JobSnapshot, load_job
 from service.db.jobs import JobStore
+from service.errors import StoreUnavailable
 
 MAX_AGE_S = 0.9
 
@@ -27,51 +27,48 @@ class ShownJob:
     html: Mapping[str, str]
 
 
-class FollowedJob:
-    """A job that pages show. Safe to use from several threads."""
+class JobFeed:
+    """A job that pages show; `clock` gives Unix time in seconds. Safe to use from threads."""
 
-    def __init__(self, store: JobStore, job_id: str, clock: Callable[[], float]) -> None:
-        self._store = store
-        self._job_id = job_id
-        self._clock = clock
+    def __init__(
+        self, store: JobStore, job_id: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store, self._job_id, self._clock = store, job_id, clock
         self._lock = threading.Lock()
+        # When it was read last, and what came of it.
         self._read_at = -math.inf
+        self._found: ShownJob | StoreUnavailable
         self._shown: ShownJob | None = None
-        # By part: what it was drawn from.
-        self._sources: dict[str, object] = {}
+        # By part: what it was drawn from, and its HTML.
+        self._drawn: dict[str, tuple[object, str]] = {}
 
     def latest(self, max_age_s: float = MAX_AGE_S) -> ShownJob:
         """The job as it was at most `max_age_s` ago, the same object while nothing is new.
 
         Raises `JobNotFound`, `StoreUnavailable`.
         """
+        # Not once it is our turn: what others have read meanwhile, or failed to, is new enough.
+        asked_at = time.monotonic()
         with self._lock:
-            now, shown = self._clock(), self._shown
-            if shown is None or now >= self._read_at + max_age_s:
-                known = shown.snapshot if shown else None
-                self._shown = shown = self._draw(load_job(self._store, self._job_id, known), now)
-                self._read_at = now
-            return shown
+            if self._read_at <= asked_at - max_age_s:
+                began_at = time.monotonic()
+                try:
+                    self._found = self._shown = self._read()
+                except StoreUnavailable as error:
+                    self._found = error
+                self._read_at = began_at
+            if isinstance(self._found, StoreUnavailable):
+                raise self._found
+            return self._found
 
-    def _draw(self, snapshot: JobSnapshot, now: float) -> ShownJob:
-        """Draw the parts whose source is another than before."""
-        shown, html = self._shown, dict(self._shown.html) if self._shown else {}
-        for name, part in fragments.PARTS.items():
-            source = part.source(snapshot, now)
-            if name not in html or source != self._sources[name]:
-                html[name], self._sources[name] = part.draw(snapshot, now), source
-        is_same = shown is not None and snapshot is shown.snapshot and html == shown.html
-        return shown if shown is not None and is_same else ShownJob(snapshot, html)
-
-
-class JobFeed:
-    """The jobs that pages show now; `clock` gives Unix time in seconds. For the event loop."""
-
-    def __init__(self, store: JobStore, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
-        self._clock = clock
-        self._followed: WeakValueDictionary[str, FollowedJob] = WeakValueDictionary()
-
-    def follow(self, job_id: str) -> FollowedJob:
-        """A job, which is remembered for as long as somebody has it."""
-        return self._followed.setdefault(job_id, FollowedJob(self._store, job_id, self._clock))
+    def _read(self) -> ShownJob:
+        """Read the job, and draw the parts whose source is another than before."""
+        known, now = self._shown, self._clock()
+        snapshot = load_job(self._store, self._job_id, known.snapshot if known else None)
+        self._drawn |= {
+            name: (source, part.draw(snapshot, now))
+            for name, part in fragments.PARTS.items()
+            if (source := part.source(snapshot, now)) != self._drawn.get(name, ("", ""))[0]
+        }
+        shown = ShownJob(snapshot, {name: html for name, (_, html) in self._drawn.items()})
+        return known if known == shown else shown

@@ -88,14 +88,14 @@ class Panel(ABC):
     """A panel of a job's page, which `on_change` shows anew after a request."""
 
     def __init__(
-        self, rest: Rest, snapshot: JobSnapshot, on_change: Callable[[], Awaitable[None]]
+        self, rest: Rest, shown: ShownJob, on_change: Callable[[], Awaitable[None]]
     ) -> None:
         self._rest, self._settings = rest, rest.context.settings
-        self._run_dir = run_dir_of(self._settings, snapshot.job.id)
-        self._snapshot = snapshot
+        self._shown = shown
+        self._run_dir = run_dir_of(self._settings, self._snapshot.job.id)
         self._on_change = on_change
         # Read once: the rights of a session do not change while a page lives.
-        self._may_change = rest.reader().may(Role.SUBMITTER, snapshot.job.project)
+        self._may_change = rest.reader().may(Role.SUBMITTER, self._snapshot.job.project)
         self._build()
 
     @abstractmethod
@@ -104,7 +104,11 @@ class Panel(ABC):
 
     def show(self, shown: ShownJob) -> None:
         """Show what is new."""
-        self._snapshot = shown.snapshot
+        self._shown = shown
+
+    @property
+    def _snapshot(self) -> JobSnapshot:
+        return self._shown.snapshot
 
     async def _change(self, method: str, path: str, done: str = "", **options: Any) -> None:
         """Send a request about the job; a notice says what came of it."""
@@ -384,7 +388,6 @@ class GridPanel(Panel):
 
     def show(self, shown: ShownJob) -> None:
         super().show(shown)
-        self._shown = shown
         job, moments = shown.snapshot.job, moments_of(shown.snapshot.timeline)
         self._moments.set_visibility(len(moments) > 1)
         self._ticks.set_content(shown.html["moments"])
@@ -446,7 +449,7 @@ class ShardingPanel(Panel):
     """How tables are sharded and used; those that are not listed are found by a search."""
 
     def _build(self) -> None:
-        self._html, self._drawn = "", ("", "")
+        self._drawn = ("", "")
         with panel("Sharding", "sharding-panel"):
             self._search = ui.input("Search tables", on_change=self.refresh).props("debounce=300")
             num_tables = len(self._snapshot.job.spec.embedding_tables)
@@ -455,13 +458,12 @@ class ShardingPanel(Panel):
 
     def show(self, shown: ShownJob) -> None:
         super().show(shown)
-        self._html = shown.html["sharding"]
         if not self._search.value:
-            self._content.set_content(self._html)
+            self._content.set_content(shown.html["sharding"])
 
     async def refresh(self) -> None:
         """Draw in a thread what is searched for, where it was not drawn of what is shown."""
-        wanted = search, html = self._search.value or "", self._html
+        wanted = search, html = self._search.value or "", self._shown.html["sharding"]
         if wanted == self._drawn:
             return
         self._drawn = wanted

@@ -18,26 +18,19 @@ _REWINDS = frozenset({"attempt_started", "workers_started", "workers_lost"})
 Points = Mapping[str, Sequence[MetricPoint]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JobSnapshot:
-    """Everything that a job's page shows but its logs and its points."""
+    """Everything that a job's page shows but its logs and its points; equal only to itself."""
 
     job: Job
     attempts: Sequence[Attempt]
     timeline: Sequence[TimelineEvent]
     checkpoints: Sequence[Checkpoint]
 
-    @property
-    def newest_id(self) -> int:
-        """Id of the newest line of the timeline; 0 without one."""
-        return self.timeline[-1].id if self.timeline else 0
-
     def is_rewound(self, since: JobSnapshot | None) -> bool:
-        """Whether points that were read with an earlier snapshot may be stale."""
-        lines = self.timeline
-        return since is None or any(
-            line.kind in _REWINDS for line in lines if line.id > since.newest_id
-        )
+        """Whether points that were read with the snapshot that this one goes on from are stale."""
+        told = self.timeline[len(since.timeline) if since else 0 :]
+        return since is None or any(line.kind in _REWINDS for line in told)
 
 
 def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobSnapshot:
@@ -47,7 +40,7 @@ def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobS
     """
     job = store.get_job(job_id)
     known = previous.timeline if previous else ()
-    after = previous.newest_id if previous else 0
+    after = known[-1].id if known else 0
     told = store.list_timeline(job_id, after=after, limit=MAX_LINES, newest=True)
     if previous is None and len(told) == MAX_LINES:
         begins = store.list_timeline(job_id, limit=1)
@@ -56,7 +49,7 @@ def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobS
     _share_groups(known, told)
     attempts, checkpoints = store.list_attempts(job_id), store.list_checkpoints(job_id)
     found = JobSnapshot(job, attempts, [*known, *told], checkpoints)
-    return previous if previous is not None and not told and found == previous else found
+    return previous if previous and vars(found) == vars(previous) else found
 
 
 def _share_groups(known: Sequence[TimelineEvent], told: Iterable[TimelineEvent]) -> None:

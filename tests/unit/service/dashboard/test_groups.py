@@ -371,8 +371,7 @@ def test_of_very_many_tables_those_that_fill_one_position_are_listed_and_others_
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fragments, "MAX_TABLES", 2)
-    monkeypatch.setattr(fragments, "_MAX_PIECES", 2)
-    monkeypatch.setattr(fragments, "_MIN_SHARE", 0.5)
+    monkeypatch.setattr(fragments, "_MAX_PIECES", 1)
     plans = [
         table_wise_plan("small", 0, size_bytes=100),
         row_wise_plan("wide"),  # 3600 bytes, half of them on each position

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import re
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -27,7 +27,7 @@ from service.dashboard.job import spec_yaml
 from service.dashboard.job_feed import JobFeed
 from service.dashboard.jobs import LIST_MAX_AGE_S, JobQuery, ListFeed, spark_path
 from service.dashboard.panels import suggested_source
-from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, load_job, read_points
+from service.dashboard.snapshots import MAX_CHART_POINTS, load_job, read_points
 from service.db.jobs import JobStore
 from service.domain.job_filter import ALL_JOBS, JobFilter
 from service.domain.models import (
@@ -40,7 +40,7 @@ from service.domain.models import (
     TimelineEvent,
 )
 from service.domain.sharding import newest_workers
-from service.errors import JobNotFound
+from service.errors import JobNotFound, StoreUnavailable
 from service.settings import Settings
 from tests.harness.builders import (
     NOW,
@@ -252,11 +252,7 @@ def test_a_snapshot_holds_what_the_page_shows_and_a_later_one_adds_what_is_new(
     assert load_job(store, job.id, first) is first
     store.append_events(f"{job.id}-a0", batch(metrics(20, train_loss=0.8), first_seq=2), NOW)
     changed = load_job(store, job.id, first)
-    assert (changed == first, changed.is_rewound(first), changed.is_rewound(None)) == (
-        False,
-        False,
-        True,
-    )
+    assert (changed.is_rewound(first), changed.is_rewound(None)) == (False, True)
     again = batch(workers_started(), first_seq=3)
     store.append_events(f"{job.id}-a0", again, NOW)
     assert load_job(store, job.id, changed).is_rewound(first)
@@ -290,43 +286,41 @@ def test_groups_that_stay_as_they_are_are_kept_once(store: JobStore, job: Job) -
 def test_what_readers_of_a_job_see_is_drawn_once_and_again_only_where_it_is_new(
     store: JobStore, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s, drawn = NOW, list[str]()
+    now_s, parts = NOW, fragments.PARTS
+    draws = {name: Mock(wraps=part.draw) for name, part in parts.items()}
+    noted = {name: part._replace(draw=draws[name]) for name, part in parts.items()}
+    monkeypatch.setattr(fragments, "PARTS", noted)
 
-    def noted(name: str, part: fragments.Part) -> fragments.Part:
-        def draw(at: JobSnapshot, now: float) -> str:
-            drawn.append(name)
-            return part.draw(at, now)
+    def drawn() -> set[str]:
+        found = {name for name, draw in draws.items() if draw.called}
+        for draw in draws.values():
+            draw.reset_mock()
+        return found
 
-        return part._replace(draw=draw)
-
-    parts = {name: noted(name, part) for name, part in fragments.PARTS.items()}
-    monkeypatch.setattr(fragments, "PARTS", parts)
-    feed = JobFeed(store, clock=lambda: now_s)
-    followed = feed.follow(job.id)
-    first = followed.latest()
-    assert drawn == [*parts]
-    drawn.clear()
-    assert feed.follow(job.id).latest() is first
-    assert not drawn, "another reader draws nothing"
+    feed = JobFeed(store, job.id, clock=lambda: now_s)
+    first = feed.latest()
+    assert drawn() == {*parts}
     told = batch(metrics(20, train_loss=0.8), progress(20), first_seq=2)
     store.append_events(f"{job.id}-a0", told, NOW)
-    assert followed.latest() is first, "it is not old yet"
-    assert "step 20" in followed.latest(max_age_s=0.0).html["progress"]
-    assert drawn == ["heading", "progress", "figures", "membership"]
-    now_s += 1
-    again = followed.latest()
-    drawn.clear()
-    assert followed.latest(max_age_s=0.0) is again
-    assert not drawn
+    assert feed.latest(max_age_s=60.0) is first, "it is not old yet"
+    draws["traces"].side_effect = ValueError
+    with pytest.raises(ValueError):
+        feed.latest(max_age_s=0.0)
+    draws["traces"].side_effect = None
+    assert "step 20" in feed.latest(max_age_s=0.0).html["progress"], "though another part failed"
+    assert drawn() == {*parts} - {"lanes", "grid", "sharding"}
+    again = feed.latest(max_age_s=0.0)
+    assert feed.latest(max_age_s=0.0) is again
+    assert not drawn()
     now_s += 10
-    drawn.clear()
-    followed.latest()
-    assert drawn == ["heading", "lanes", "membership", "checkpoints", "attempts", "traces"]
-    del followed
-    gc.collect()
-    drawn.clear()
-    feed.follow(job.id).latest()
-    assert drawn == [*parts], "what nobody reads is not kept"
+    feed.latest(max_age_s=0.0)
+    assert drawn() == {*parts} - {"grid", "sharding"}, "texts with ages"
+    away = Mock(side_effect=StoreUnavailable("away"))
+    monkeypatch.setattr(store, "get_job", away)
+    for max_age_s in (0.0, 60.0):
+        with pytest.raises(StoreUnavailable):
+            feed.latest(max_age_s)
+    assert away.call_count == 1, "those who waited meanwhile do not ask again"
 
 
 def test_of_known_points_only_newer_ones_are_read_until_there_are_too_many(

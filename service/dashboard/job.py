@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nicegui import events, ui
 
 from service.dashboard import charts, fragments, spec_text
-from service.dashboard.job_feed import MAX_AGE_S, JobFeed, ShownJob
+from service.dashboard.job_feed import JobFeed, ShownJob
 from service.dashboard.panels import (
     ActionsPanel,
     ExportPanel,
@@ -28,7 +28,13 @@ from service.dashboard.panels import (
 )
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, link_button, page_frame, panel
-from service.dashboard.snapshots import MAX_CHART_POINTS, JobSnapshot, Points, read_points
+from service.dashboard.snapshots import (
+    MAX_AGE_S,
+    MAX_CHART_POINTS,
+    JobSnapshot,
+    Points,
+    read_points,
+)
 from service.db.jobs import JobStore
 from service.domain.auth import Role
 from service.domain.models import Checkpoint, Job, MetricPoint

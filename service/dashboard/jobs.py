@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlencode
+from weakref import WeakValueDictionary
 
 from nicegui import ui
 from pydantic import ValidationError
@@ -24,6 +25,7 @@ from service.dashboard import views
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, link_button, page_frame
+from service.dashboard.snapshots import Shared
 from service.db.jobs import JobStore
 from service.domain.auth import Role
 from service.domain.job_filter import MAX_SEARCH_CHARS, JobFilter, MetricBound
@@ -34,7 +36,6 @@ from service.errors import StoreUnavailable
 
 REFRESH_INTERVAL_S = 1.0
 PAGE_SIZE = 50
-LIST_MAX_AGE_S = 0.9
 SPARK_WIDTH, SPARK_HEIGHT, SPARK_POINTS = 88, 24, 44
 _MAX_SPARKS = 5000
 EXAMPLE_COMMAND = "shardloom run examples/movielens.yaml"
@@ -113,37 +114,27 @@ class ListSnapshot:
 class ListFeed:
     """Pages of the job list, each read once for all of its readers: reading 50 specs takes a while.
 
-    `placed` gives a job with its position in the queue, `clock` seconds. Safe to use from several
-    threads.
+    `placed` gives a job with its position in the queue.
     """
 
-    def __init__(
-        self,
-        store: JobStore,
-        placed: Callable[[Job], Job] = lambda job: job,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, store: JobStore, placed: Callable[[Job], Job] = lambda job: job) -> None:
         self._store = store
         self._placed = placed
-        self._clock = clock
         self._lock = threading.Lock()
-        self._read: dict[str, tuple[float, ListSnapshot]] = {}
+        self._pages: WeakValueDictionary[str, Shared[ListSnapshot]] = WeakValueDictionary()
         # By job: the step that it was at, and its curve then.
         self._sparks: OrderedDict[str, tuple[int, str]] = OrderedDict()
 
-    def latest(self, wanted: JobFilter, projects: Collection[str] | None = None) -> ListSnapshot:
-        """The jobs of a page, as they were at most `LIST_MAX_AGE_S` ago."""
-        key = repr((wanted, projects))
-        with self._lock:
-            now = self._clock()
-            expires_at, snapshot = self._read.get(key, (-math.inf, None))
-            if snapshot is None or now >= expires_at:
-                # Readers with other filters come and go; what is stale need not be kept.
-                self._read = {other: kept for other, kept in self._read.items() if kept[0] > now}
-                jobs, following = self._store.list_jobs(wanted, projects=projects, limit=PAGE_SIZE)
-                snapshot = ListSnapshot([*map(self._placed, jobs)], following)
-                self._read[key] = (now + LIST_MAX_AGE_S, snapshot)
-            return snapshot
+    def page(
+        self, wanted: JobFilter, projects: Collection[str] | None = None
+    ) -> Shared[ListSnapshot]:
+        """A page of jobs, which is remembered for as long as somebody has it."""
+        read = Shared(partial(self._read, wanted, projects))
+        return self._pages.setdefault(repr((wanted, projects)), read)
+
+    def _read(self, wanted: JobFilter, projects: Collection[str] | None) -> ListSnapshot:
+        jobs, following = self._store.list_jobs(wanted, projects=projects, limit=PAGE_SIZE)
+        return ListSnapshot([*map(self._placed, jobs)], following)
 
     def spark(self, job: Job) -> str:
         """The curve of a job as it was read last; empty before that."""
@@ -306,7 +297,8 @@ class ListPage:
         query, fault = self._query, ""
         try:
             wanted = query.wanted
-            snapshot = await asyncio.to_thread(self._feed.latest, wanted, self._reader.projects)
+            self._page = self._feed.page(wanted, self._reader.projects)
+            snapshot = await asyncio.to_thread(self._page.latest)
         except ValidationError:
             self._show()  # What was shown last: the field says what is wrong.
             return

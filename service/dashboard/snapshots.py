@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Generic, TypeVar
 
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Checkpoint, Job, MetricPoint, TimelineEvent
 from service.domain.sharding import STARTED
+from service.errors import StoreUnavailable
 
+MAX_AGE_S = 0.9
 MAX_CHART_POINTS = 400
 # The newest ones, beside the submission and the newest workers: a driver may write any number.
 MAX_LINES = 5000
 # After these events steps may be told of again, so that all points are read anew.
 _REWINDS = frozenset({"attempt_started", "workers_started", "workers_lost"})
 Points = Mapping[str, Sequence[MetricPoint]]
+Found = TypeVar("Found")
+
+
+class Shared(Generic[Found]):
+    """What is read once for all who ask for it, in threads."""
+
+    def __init__(self, read: Callable[[], Found]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        # When it was read last, and what came of it.
+        self._read_at = -math.inf
+        self._found: Found | StoreUnavailable
+
+    def latest(self, max_age_s: float = MAX_AGE_S) -> Found:
+        """It as it was at most `max_age_s` ago; raises what reading does."""
+        # Not once it is our turn: what others have read meanwhile, or failed to, is new enough.
+        asked_at = time.monotonic()
+        with self._lock:
+            if self._read_at <= asked_at - max_age_s:
+                began_at = time.monotonic()
+                try:
+                    self._found = self._read()
+                except StoreUnavailable as error:
+                    self._found = error
+                self._read_at = began_at
+            if isinstance(self._found, StoreUnavailable):
+                raise self._found
+            return self._found
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from service import storage
 from service.dashboard import fragments, panels, spec_text
-from service.dashboard.jobs import PAGE_SIZE, ListFeed, ListSnapshot
+from service.dashboard.jobs import PAGE_SIZE
 from service.db.jobs import JobStore
 from service.db.sweeps import SweepStore
 from service.domain.job_filter import JobFilter
@@ -183,14 +183,14 @@ def test_jobs_are_found_selected_and_compared(
 def test_two_quick_clicks_turn_one_page_the_way_back_is_one_click_and_the_theme_is_remembered(
     page: Page, dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    latest, clicked = ListFeed.latest, threading.Event()
+    list_jobs, clicked = JobStore.list_jobs, threading.Event()
 
-    def held(feed: ListFeed, wanted: JobFilter, projects: None) -> ListSnapshot:
+    def held(store: JobStore, wanted: JobFilter, **options: Any) -> Any:
         if wanted.after:
             clicked.wait(scaled(60))
-        return latest(feed, wanted, projects)
+        return list_jobs(store, wanted, **options)
 
-    monkeypatch.setattr(ListFeed, "latest", held)
+    monkeypatch.setattr(JobStore, "list_jobs", held)
     for number in range(PAGE_SIZE + 1):
         store_job(dashboard.store, queued_job(now=time.time() - 100 + number))
     page.goto("/dashboard/")

@@ -25,7 +25,7 @@ from service.backends.fake import FakeBackend
 from service.dashboard import fragments, snapshots, views
 from service.dashboard.job import spec_yaml
 from service.dashboard.job_feed import JobFeed
-from service.dashboard.jobs import LIST_MAX_AGE_S, JobQuery, ListFeed, spark_path
+from service.dashboard.jobs import JobQuery, ListFeed, spark_path
 from service.dashboard.panels import suggested_source
 from service.dashboard.snapshots import MAX_CHART_POINTS, load_job, read_points
 from service.db.jobs import JobStore
@@ -342,14 +342,14 @@ def test_of_known_points_only_newer_ones_are_read_until_there_are_too_many(
 
 
 def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> None:
-    now_s = 0.0
-    feed = ListFeed(store, clock=lambda: now_s)
-    assert not feed.latest(ALL_JOBS).jobs
+    feed = ListFeed(store)
+    page = feed.page(ALL_JOBS)
+    assert not page.latest().jobs
     store_job(store)
-    assert not feed.latest(ALL_JOBS).jobs
-    now_s = LIST_MAX_AGE_S
-    assert (len(feed.latest(ALL_JOBS).jobs), feed.latest(ALL_JOBS).following) == (1, None)
-    assert not feed.latest(ALL_JOBS, {"of-others"}).jobs
+    assert not feed.page(ALL_JOBS).latest(max_age_s=60.0).jobs
+    found = page.latest(max_age_s=0.0)
+    assert (len(found.jobs), found.following) == (1, None)
+    assert not feed.page(ALL_JOBS, {"of-others"}).latest().jobs
 
 
 def test_a_small_curve_stays_until_that_of_a_later_step_is_read(store: JobStore, job: Job) -> None:

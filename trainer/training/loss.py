@@ -4,7 +4,7 @@ No later step recovers from a NaN, so none is saved: the job fails, or goes back
 checkpoint and leaves out the rows since the loss was last finite (`training.on_non_finite`). A
 finite loss may have a NaN gradient, as of sqrt at 0. What a step looked up may not be looked up
 again for long, so the gradients of lookups are seen in each step; what a rank holds whole stays
-NaN, and is seen where the guard is read.
+NaN, as do gradients that accumulate, and is seen where the guard is read.
 
 Every rank takes the weighted mean over its own rows, and the gradients of all ranks are averaged
 alike. With `data.weight_column`, or with rows quarantined, the ranks of a step hold unequal sums of
@@ -72,7 +72,7 @@ class NonFiniteLossGuard:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._total = 0.0
         self._finite_at = DataPosition()
-        self._whole: list[torch.Tensor] = []  # weights that this rank holds whole
+        self._whole: list[torch.Tensor] = []  # parameters that this rank holds whole
         self._has_trained = False  # since the last part
         self._max_gradient = spec.optimizer.sparse.max_gradient
         # By metric: (least entropy, least loss in reports with one), and reports in a row.
@@ -117,7 +117,7 @@ class NonFiniteLossGuard:
     def watch(self, model: TwoDParallel) -> None:
         """Count what `model` learns, too; its optimizers are there."""
         parameters = (p for _, p in in_backward_optimizer_filter(model.named_parameters()))
-        self._whole = [as_real(p.detach()) for p in parameters if p.requires_grad]
+        self._whole = [p for p in parameters if p.requires_grad]
         for kernel in model.embedding_kernels():
             dims = kernel.feature_dims.to(self._sum.device)
             width = math.gcd(*dims.tolist())
@@ -142,10 +142,13 @@ class NonFiniteLossGuard:
         def add(gradient: torch.Tensor) -> None:
             if self._max_gradient is not None:  # FBGEMM makes this of what is infinite, too
                 gradient = gradient.clamp(-self._max_gradient, self._max_gradient)
-            sums = gradient.unflatten(1, (-1, len(scale))) @ scale
+            sums = gradient.reshape(-1, len(scale)).mv(scale)
             if not kernel.is_nobag:  # no row learns from the gradient of a bag without ids
-                is_empty = inputs["offsets"].diff().view(-1, len(gradient)) == 0
-                sums = sums.masked_fill(is_empty.index_select(0, features).t(), 0.0)
+                offsets = inputs["offsets"]
+                is_empty = (offsets[1:] == offsets[:-1]).view(-1, len(gradient))
+                if len(is_empty) < len(features):
+                    is_empty = is_empty.index_select(0, features)
+                sums.view(len(gradient), -1).masked_fill_(is_empty.t(), 0.0)
             self._sum += sums.sum(dtype=torch.float64)
 
         if looked_up.requires_grad:
@@ -159,7 +162,8 @@ class NonFiniteLossGuard:
     def part(self) -> Part:
         """What was added since the last part, for `check` of the state that it led to."""
         if self._whole and self._has_trained:
-            totals = [weights.sum(dtype=torch.float64) for weights in self._whole]
+            held = (each for p in self._whole for each in (p.detach(), p.grad) if each is not None)
+            totals = [as_real(each).sum(dtype=torch.float64) for each in held]
             self._sum += torch.stack(totals).sum()
         self._has_trained = False
         taken = self._sum[None].clone()

@@ -60,9 +60,11 @@ _templates.filters |= _WORDS | {"grouped": "{:,}".format}
 _templates.globals |= _WORDS | {
     "counted": counted,
     "home": MOUNT_PATH,
+    "moments_of": moments_of,
     "num_colours": views.NUM_HOST_COLOURS,
     "progress_of": progress_of,
     "shard_text": shard_text,
+    "traces_of": traces_of,
 }
 
 
@@ -218,14 +220,10 @@ PARTS = {
     "lanes": Part(lambda at, now: lanes(at.job, at.timeline, now), _source_of_lanes),
     "membership": Part(lambda at, now: membership(at.job, at.timeline, at.checkpoints, now)),
     "grid": Part(lambda at, now: groups(at.job, at.timeline), _source_of_grid),
-    "moments": Part(
-        lambda at, now: render("moments.html", job=at.job, moments=moments_of(at.timeline))
-    ),
+    "moments": _by("moments.html"),
     "timeline": _by("timeline.html"),
     "checkpoints": _by("checkpoints.html"),
     "attempts": _by("attempts.html"),
-    "traces": Part(
-        lambda at, now: render("traces.html", job=at.job, traces=traces_of(at.timeline), now=now)
-    ),
+    "traces": _by("traces.html"),
     "sharding": Part(lambda at, now: sharding(at.job, at.timeline), _source_of_sharding),
 }

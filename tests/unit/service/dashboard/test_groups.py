@@ -31,7 +31,6 @@ from service.domain.models import (
     ReportedEnd,
     TimelineEvent,
 )
-from service.domain.timeline import traces_of
 from tests.harness.builders import (
     ELASTIC,
     HOSTS,
@@ -381,16 +380,12 @@ def test_of_very_many_tables_those_that_fill_one_position_are_listed_and_others_
     job = replace(job, latest_metrics={f"table/{plan.name}/lookups": 9.0 for plan in plans})
     lines = timeline_of(job, workers_started(tables=plans))
 
-    def listed(search: str = "") -> list[str]:
-        html = fragments.sharding(job, lines, search)
-        return re.findall(r'<td class="name">(.*)</td>', html)
-
-    html = fragments.sharding(job, lines)
-    assert listed() == ["large", "wide"]
+    html, found = fragments.sharding(job, lines), fragments.sharding(job, lines, "SMALL")
+    listed = re.compile(r'<td class="name">(.*)</td>').findall
+    assert listed(html) == ["large", "wide"]
     assert "2 of 4 tables: those that take most of one position" in html
     assert 'title="2 other tables: 110 B"' in html
-    assert listed("SMALL") == ["small", "Smallest"], "as in the plan, where all fit"
-    assert listed("no such") == []
+    assert listed(found) == ["small", "Smallest"], "as in the plan, where all fit"
     assert "No table has this in its name" in fragments.sharding(job, lines, "no such")
 
 
@@ -442,12 +437,10 @@ def test_the_section_shows_the_policy_before_there_is_a_plan_and_without_one(job
 
 
 def test_traces_are_newest_first_with_a_link_to_the_attempt_that_wrote_them(job: Job) -> None:
-    assert "No trace has been written yet" in fragments.render(
-        "traces.html", job=job, traces=[], now=NOW
-    )
+    assert "No trace has been written yet" in fragments.render("traces.html", timeline=[])
     records = [trace_written("spec"), trace_written("t-00000001", 1, time=NOW + 60, step=1200)]
-    written = traces_of(timeline_of(job, *records))
-    html = fragments.render("traces.html", job=job, traces=written, now=NOW + 90)
+    lines = timeline_of(job, *records)
+    html = fragments.render("traces.html", job=job, timeline=lines, now=NOW + 90)
     link = f"/v1/jobs/{job.id}/traces/t-00000001-rank1.json.gz?attempt={job.id}-a0"
     assert f'href="{link}"' in html
     assert html.index("t-00000001") < html.index("spec-rank0")

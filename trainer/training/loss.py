@@ -4,7 +4,7 @@ No later step recovers from a NaN, so none is saved: the job fails, or goes back
 checkpoint and leaves out the rows since the loss was last finite (`training.on_non_finite`). A
 finite loss may have a NaN gradient, as of sqrt at 0. What a step looked up may not be looked up
 again for long, so the gradients of lookups are seen in each step; what a rank holds whole stays
-NaN, as do gradients that accumulate, and is seen where the guard is read.
+NaN, and is seen where the guard is read, which is never between accumulated gradients.
 
 Every rank takes the weighted mean over its own rows, and the gradients of all ranks are averaged
 alike. With `data.weight_column`, or with rows quarantined, the ranks of a step hold unequal sums of
@@ -72,7 +72,7 @@ class NonFiniteLossGuard:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._total = 0.0
         self._finite_at = DataPosition()
-        self._whole: list[torch.Tensor] = []  # parameters that this rank holds whole
+        self._whole: list[torch.Tensor] = []  # weights that this rank holds whole
         self._has_trained = False  # since the last part
         self._max_gradient = spec.optimizer.sparse.max_gradient
         # By metric: (least entropy, least loss in reports with one), and reports in a row.
@@ -117,7 +117,7 @@ class NonFiniteLossGuard:
     def watch(self, model: TwoDParallel) -> None:
         """Count what `model` learns, too; its optimizers are there."""
         parameters = (p for _, p in in_backward_optimizer_filter(model.named_parameters()))
-        self._whole = [p for p in parameters if p.requires_grad]
+        self._whole = [as_real(p.detach()) for p in parameters if p.requires_grad]
         for kernel in model.embedding_kernels():
             dims = kernel.feature_dims.to(self._sum.device)
             width = math.gcd(*dims.tolist())
@@ -162,8 +162,7 @@ class NonFiniteLossGuard:
     def part(self) -> Part:
         """What was added since the last part, for `check` of the state that it led to."""
         if self._whole and self._has_trained:
-            held = (each for p in self._whole for each in (p.detach(), p.grad) if each is not None)
-            totals = [as_real(each).sum(dtype=torch.float64) for each in held]
+            totals = [weights.sum(dtype=torch.float64) for weights in self._whole]
             self._sum += torch.stack(totals).sum()
         self._has_trained = False
         taken = self._sum[None].clone()

@@ -428,6 +428,8 @@ def test_pages_show_only_what_their_reader_may_see(house: Guarded) -> None:
         assert mine in page.text
         assert hidden not in page.text
         assert "Sign out" in page.text
+        # A page that one may see is drawn once for all its readers.
+        assert house.send("GET", f"/dashboard/jobs/{hidden}", "root").status_code == 200
         assert http.get(f"/dashboard/jobs/{hidden}").status_code == 404
         assert http.get(f"/dashboard/jobs/{mine}").status_code == 200
 

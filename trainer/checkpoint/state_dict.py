@@ -105,9 +105,12 @@ def state_to_save(model: TwoDParallel, optimizer: CombinedOptimizer) -> dict[str
     """
     settle(model)
     state, moments = _named_state(model, optimizer)
-    tensors = _MomentTensors(model.groups.device_mesh)
+    tensors, whole = _MomentTensors(model.groups.device_mesh), model.data_parallel_tables()
     for each in moments:
-        tensors.add(each, each.columns, each.values)
+        if table_of(each.key, whole):  # no shard: all ranks have the same
+            state[each.key] = each.values
+        else:
+            tensors.add(each, each.columns, each.values)
     return state | tensors.by_key()
 
 

@@ -119,6 +119,7 @@ def save_while_training(sharding: Sharding, run_dir: Path) -> dict[str, Any]:
         "loaded": load(sharding, saved.path),
         "said_meanwhile": said_meanwhile,
         "said": said,
+        "staged": [*checkpoints._staging._buffers],
     }
 
 

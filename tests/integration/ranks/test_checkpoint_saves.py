@@ -61,6 +61,8 @@ def test_a_save_holds_its_own_step_while_training_goes_on(tmp_path: Path) -> Non
     assert 0 < costs.values["checkpoint/stall_s"] < SLOW_S < costs.values["checkpoint/write_s"]
     assert not ranks[1]["said"], "rank 0 speaks for all"
     _check_written_once(list_committed(RunDir(tmp_path).checkpoints_dir)[0].path)
+    staged = [piece for rank in ranks for piece in rank["staged"]]
+    assert len(staged) == len(set(staged)), "memory is taken for what a rank writes"
 
 
 def _check_written_once(folder: Path) -> None:

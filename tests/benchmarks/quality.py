@@ -10,9 +10,7 @@ docs/model-quality.md). `rmse_gain` is how many stars our RMSE lies below that o
 both means over the seeds; its spread is that of single seeds. Beside it stands how far it may be
 chance of which users there are (`gain_interval`), which says nothing of the three looks.
 
-The trials are in `quality_search_log.jsonl`, of searches on the validation part; the example and
-the prepared columns changed while they ran, and an empty `settings` there is the example as it was
-then. The factorisation was chosen among 146 settings by the mean of two seeds. Of ours 4 were drawn
+The factorisation was chosen among 146 settings by the mean of two seeds. Of ours 4 were drawn
 and about 11 tried by hand; epochs and weight decay were chosen by one seed.
 """
 

@@ -1,1 +1,1 @@
-"""Tests of the benchmarks: what makes their ratios, and that both sides do the same."""
+"""Tests of the benchmarks: both sides do the same, and the paper is predicted."""

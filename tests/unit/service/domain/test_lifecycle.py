@@ -1,11 +1,8 @@
-"""Decisions about a job: every transition by name, and what must hold for all of them."""
+"""Decisions about a job: every transition by name."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-
-from hypothesis import given
-from hypothesis import strategies as st
 
 from service.domain.lifecycle import (
     NOT_FOUND_GRACE_S,
@@ -22,16 +19,13 @@ from service.domain.lifecycle import (
     submission_accepted,
 )
 from service.domain.models import (
-    Attempt,
     EndReason,
-    Job,
     JobStatus,
     Observation,
     ObservedState,
     QueueState,
-    ReportedEnd,
 )
-from tests.harness.builders import NOW, attempt_of, live_job, queued_job, reported
+from tests.harness.builders import NOW, live_job, queued_job, reported
 
 UNREACHABLE = Observation(ObservedState.UNREACHABLE)
 RUNNING = Observation(ObservedState.RUNNING)
@@ -231,92 +225,3 @@ def test_a_restarted_job_waits_anew_with_a_new_budget() -> None:
     sent = submission_accepted(started.job, started.attempt, NOW + 11)
     assert (started.job.resume_from is None, sent.job.resume_from) == (False, None)
     assert request_restart(job, "x", 1, NOW) == Decision(job, None)
-
-
-# ---- properties
-
-_reports = st.builds(
-    ReportedEnd, st.sampled_from(EndReason), st.just("said so"), st.floats(NOW - 1e4, NOW + 1e4)
-)
-_times = st.none() | st.floats(NOW - 1e4, NOW + 1e4)
-
-
-@st.composite
-def _situations(draw: st.DrawFn) -> tuple[Job, Attempt | None]:
-    job = queued_job(max_failures=draw(st.integers(0, 4)))
-    attempt = None
-    if draw(st.booleans()):
-        attempt = attempt_of(
-            job,
-            index=draw(st.integers(0, 3)),
-            submitted_at=draw(_times),
-            started_at=draw(_times),
-            end_reason=draw(st.none() | st.sampled_from(EndReason)),
-            num_worker_failures=draw(st.integers(0, 5)),
-            reported_end=draw(st.none() | _reports),
-        )
-    job = replace(
-        job,
-        status=draw(st.sampled_from(JobStatus)),
-        cancel_requested=draw(st.booleans()),
-        pause_requested=draw(st.booleans()),
-        queue_note=draw(st.none() | st.just({"stop_at": NOW})),
-        num_failures=draw(st.integers(0, 5)),
-        retry_at=draw(_times),
-        current_attempt_id=attempt.id if attempt else None,
-    )
-    return job, attempt
-
-
-_observations = st.builds(Observation, st.sampled_from(ObservedState), st.just("seen"))
-
-
-@given(_situations(), _observations, st.floats(NOW - 1e5, NOW + 1e5))
-def test_every_situation_has_a_consistent_decision(
-    situation: tuple[Job, Attempt | None], observation: Observation, now: float
-) -> None:
-    job, attempt = situation
-    decision = decide(job, attempt, observation, now)
-    assert decision == decide(job, attempt, observation, now)
-    assert decision.job.status.is_terminal == (
-        job.status.is_terminal or decision.job.ended_at is not None
-    )
-    if decision.action is not Action.NONE:
-        assert decision.attempt.end_reason is None
-    if decision.attempt is not None and decision.job != job:
-        assert decision.job.current_attempt_id == decision.attempt.id
-
-
-@given(_situations(), st.floats(NOW - 1e5, NOW + 1e5))
-def test_unreachable_never_fails_stops_or_submits_anything(
-    situation: tuple[Job, Attempt | None], now: float
-) -> None:
-    job, attempt = situation
-    decision = decide(job, attempt, UNREACHABLE, now)
-    assert decision.action is Action.NONE
-    assert decision.job.num_failures == job.num_failures
-    if attempt is not None and attempt.end_reason is None:
-        assert decision.attempt == attempt
-        assert decision.job.status.is_terminal == job.status.is_terminal
-
-
-@given(_situations(), st.lists(_observations, max_size=30), st.sampled_from(ObservedState))
-def test_every_job_ends_once_its_attempts_are_seen_to_end(
-    situation: tuple[Job, Attempt | None], noise: list[Observation], last: ObservedState
-) -> None:
-    definite = {ObservedState.SUCCEEDED, ObservedState.FAILED, ObservedState.STOPPED}
-    if last not in definite:
-        return
-    # Each attempt needs one look to be made and one to end; the backoff passes in between.
-    ends = [Observation(last)] * 2 * (situation[0].spec.retry.max_failures + 2)
-    job, attempt, now = *situation, NOW + 1e5
-    for observation in [*noise, *ends]:
-        decision = decide(job, attempt, observation, now)
-        job, attempt = decision.job, decision.attempt
-        if job.status is JobStatus.PAUSED:
-            job = request_resume(job, now).job
-        if job.status is JobStatus.QUEUED and (job.retry_at or 0) <= now:
-            started = start(job, now, QueueState())
-            job, attempt = started.job, started.attempt
-        now += 400.0
-    assert job.status.is_terminal

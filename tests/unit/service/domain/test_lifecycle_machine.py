@@ -35,6 +35,7 @@ from service.domain.models import (
     QueueState,
     ReportedEnd,
 )
+from service.domain.retries import MAX_BACKOFF_S
 from tests.harness.builders import NOW, queued_job
 from tests.harness.properties import examples
 from trainer.failures import Budget
@@ -145,6 +146,9 @@ class Lifecycle(RuleBasedStateMachine):
         attempt = self._newest()
         state = self._observe(attempt)
         decision = decide(self.job, attempt, Observation(state), self.now)
+        if state is ObservedState.UNREACHABLE:
+            assert (decision.action, decision.attempt) == (Action.NONE, attempt)
+            assert decision.job.num_failures == self.job.num_failures
         self._store(decision.job, decision.attempt)
         if decision.action is Action.SUBMIT:
             self._submit(is_answered, arrives)
@@ -234,6 +238,20 @@ class Lifecycle(RuleBasedStateMachine):
     def a_paused_job_was_asked_to(self) -> None:
         if self.job.status is JobStatus.PAUSED:
             assert not self.job.pause_requested
+
+    def teardown(self) -> None:
+        """Whatever happened, the job ends once each attempt is lost soon after it was made."""
+        self.is_answering = True
+        # One attempt may be left from before, and be ended or forgotten for free.
+        for _ in range(MAX_FAILURES + 2):
+            self.somebody_resumes()
+            self.now += 2 * MAX_BACKOFF_S
+            self._admit()
+            self._poll(is_answered=True, arrives=True)
+            for attempt_id in self._running():
+                self._end(attempt_id, None)
+            self._poll(is_answered=True, arrives=True)
+        assert self.job.status.is_terminal
 
 
 Lifecycle.TestCase.settings = settings(max_examples=examples(200, fast=40), stateful_step_count=50)

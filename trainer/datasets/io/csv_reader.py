@@ -195,13 +195,6 @@ def cells_of(line: str, delimiter: str, source: Location) -> list[str]:
         ) from None
 
 
-def _delimiter_hint(line: str, delimiter: str) -> str:
-    others = [mark for mark in (",", ";", "\t", "|") if mark != delimiter and mark in line]
-    if delimiter in line or not others:
-        return ""
-    return f". Its cells seem to be split by {others[0]!r}: set --delimiter"
-
-
 _BLOCK_BYTES = 32 * 1024 * 1024
 
 
@@ -214,7 +207,6 @@ class BlockReader:
 
     location: Location
     columns: Sequence[CsvColumn]
-    delimiter: str = ","
     block_bytes: int = _BLOCK_BYTES
     may_lack_rows: bool = False
 
@@ -225,12 +217,12 @@ class BlockReader:
                 f"{self.location} is missing; was the data unpacked whole, and its folder named?"
             )
         line = self._header.decode("utf-8-sig", errors="replace").rstrip("\r\n")
-        present = cells_of(line, self.delimiter, self.location)
+        present = cells_of(line, ",", self.location)
         for column in self.columns:
             if column.name not in present:
                 raise ColumnError(
-                    f"{self.location}, line 1: column '{column.name}' is missing; it has {present}"
-                    + _delimiter_hint(line, self.delimiter)
+                    f"{self.location}, line 1: column '{column.name}' is missing; split by commas "
+                    f"it has {present}"
                 )
 
     @cached_property
@@ -269,7 +261,6 @@ class BlockReader:
                 content,
                 columns=[column.name for column in columns],
                 schema_overrides={column.name: _TYPES[column.kind] for column in columns},
-                separator=self.delimiter,
             )
         except pl.exceptions.PolarsError as error:
             cause = str(error).splitlines()[0]
@@ -285,7 +276,7 @@ class BlockReader:
         file = io.TextIOWrapper(
             io.BytesIO(content), encoding="utf-8-sig", errors="surrogateescape", newline=""
         )
-        reader = csv.reader(file, delimiter=self.delimiter)
+        reader = csv.reader(file)
         header = next(reader, [])
         line = 1 + reader.line_num + line_offset
         try:
@@ -330,6 +321,6 @@ class BlockReader:
         if len(record) > len(header):
             return CorruptFileError(
                 f"{place}: more cells than columns: the header has {len(header)}; "
-                "is the delimiter right, and is text with delimiters in it quoted?"
+                "is text with commas in it quoted?"
             )
         return None

@@ -71,14 +71,13 @@ class UserHistory:
 
     The earlier rows of the same user are `[starts, ends)`, and `user_mean` is the mean of their
     stars, leaning on the global one. `residual` is the rating's own stars minus `user_mean`: a
-    feature of later rows only. `is_seen` marks rows that may be part of a later row's history.
+    feature of later rows only.
     """
 
     starts: IntArray
     ends: IntArray
     user_mean: FloatArray
     residual: FloatArray
-    is_seen: NDArray[np.bool_]
 
     @property
     def user_count(self) -> IntArray:
@@ -93,50 +92,20 @@ class MovieHistory:
     mean: FloatArray
 
 
-def user_history(
-    ratings: Ratings, global_mean: float, *, hide_validation: bool = False
-) -> UserHistory:
-    """Gather what each user did before; `global_mean` (stars) is for users without.
-
-    With `hide_validation` no held-out row is part of a history, as when all are predicted at the
-    moment training ends; held-out rows must be the last ones of their users.
-    """
+def user_history(ratings: Ratings, global_mean: float) -> UserHistory:
+    """Gather what each user did before; `global_mean` (stars) is for users without."""
     starts, ends = earlier_ranges(ratings.user, ratings.timestamp)
-    is_seen = np.ones(len(ends), dtype=bool)
-    if hide_validation:
-        is_seen = ~ratings.is_validation
-        num_seen_before = np.r_[0, np.cumsum(is_seen)]
-        ends = starts + num_seen_before[ends] - num_seen_before[starts]
     total = range_sums(ratings.stars, starts, ends)
     user_mean = (total + _PRIOR_ROWS * global_mean) / (ends - starts + _PRIOR_ROWS)
-    return UserHistory(starts, ends, user_mean, ratings.stars - user_mean, is_seen)
+    return UserHistory(starts, ends, user_mean, ratings.stars - user_mean)
 
 
 def history_scale(ratings: Ratings, history: UserHistory, overall: Moments) -> FloatArray:
-    """Spread of each rating's earlier stars by the same user, leaning on the overall one."""
+    """Spread of the user's stars before each rating, leaning on the overall one; above 0."""
     total = range_sums(ratings.stars, history.starts, history.ends)
     squares = range_sums(ratings.stars**2, history.starts, history.ends)
     count, mean = history.user_count, history.user_mean
     deviations = np.maximum(squares - 2 * mean * total + count * mean**2, 0)
-    return _damped_scale(deviations, count, overall)
-
-
-def training_mean_and_scale(
-    user: IntArray, stars: FloatArray, num_users: int, overall: Moments
-) -> tuple[FloatArray, FloatArray]:
-    """Mean and spread of each user's training stars, leaning on the overall ones.
-
-    `user` holds numbers below `num_users`.
-    """
-    count = np.bincount(user, minlength=num_users)
-    total = np.bincount(user, stars, minlength=num_users)
-    mean = (total + _PRIOR_ROWS * overall.mean) / (count + _PRIOR_ROWS)
-    deviations = np.bincount(user, (stars - mean[user]) ** 2, minlength=num_users)
-    return mean, _damped_scale(deviations, count, overall)
-
-
-def _damped_scale(deviations: NDArray, count: IntArray, overall: Moments) -> FloatArray:
-    """Spread by sums of squared deviations; above 0."""
     variance = (deviations + _PRIOR_ROWS * overall.std**2) / (count + _PRIOR_ROWS)
     # Somebody who always gives the same stars must not blow up the label of the first exception.
     return np.maximum(np.sqrt(variance), _MIN_SCALE_RATIO * overall.std)
@@ -170,8 +139,9 @@ def genre_affinity(history: UserHistory, timestamp: IntArray, kinds: pa.ListArra
     order = order_by(group)
     by_kind = rows[order]
     starts, ends = earlier_ranges(group[order], timestamp[by_kind])
-    is_seen, mean = history.is_seen[by_kind], np.empty(len(order))
-    total = range_sums(history.residual[by_kind] * is_seen, starts, ends)
-    mean[order] = total / (range_sums(is_seen, starts, ends) + _PRIOR_ROWS)
+    mean = np.empty(len(order))
+    mean[order] = range_sums(history.residual[by_kind], starts, ends) / (
+        ends - starts + _PRIOR_ROWS
+    )
     sums = np.bincount(rows, mean, minlength=len(timestamp))
     return sums / np.maximum(lengths, 1)

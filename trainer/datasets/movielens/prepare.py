@@ -61,7 +61,7 @@ from trainer.datasets.movielens.source import (
     write_unit,
 )
 from trainer.datasets.movielens.statistics import Moments, RatingStatistics, Units
-from trainer.errors import BadValueError, SourceMissingError, TooFewRowsError
+from trainer.errors import SourceMissingError, TooFewRowsError
 from trainer.storage import Location
 
 _GROUPS_PER_BATCH = 8
@@ -144,48 +144,31 @@ class _Preparation:
 
     def run(self) -> Manifest:
         ratings = self.source / "ratings.csv"
-        reader = BlockReader(ratings, RATING_COLUMNS, delimiter=self.options.delimiter)
-        movies = read_movies(self.source / "movies.csv", self.options.delimiter)
+        reader = BlockReader(ratings, RATING_COLUMNS)
+        movies = read_movies(self.source / "movies.csv")
         task = self.progress.add_task("reading ratings", total=ratings.size_bytes())
         blocks = read_blocks(reader, self.staging, partial(self.progress.advance, task))
         self.counts["ratings_last_line_unfinished"] = int(not blocks.has_line_end)
-        self._check_movies(movies, blocks.movies)
         movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())
-        units = self._sort(reader, blocks, movie_ids)
+        self.counts["movies_without_metadata"] = len(movie_ids) - len(movies)
+        units = self._sort(blocks, movie_ids)
         statistics = self._compute_statistics(units, len(blocks.users), len(movie_ids))
         tag_words, num_tags = read_tag_words(
-            self.source / "tags.csv",
-            self.options.delimiter,
-            blocks.users,
-            statistics.begins,
-            self.options.split,
+            self.source / "tags.csv", blocks.users, statistics.begins, self.options.split
         )
         self.counts["training_tags"] = num_tags
         vocabularies, fitted = self._fit(blocks, movies, movie_ids, tag_words, units, statistics)
         rows = self._build_histories(fitted)
         return self._write(vocabularies, statistics, rows)
 
-    def _check_movies(self, movies: pl.DataFrame, rated: IntArray) -> None:
-        missing = np.setdiff1d(rated, movies["movieId"].to_numpy(), assume_unique=True)
-        self.counts["movies_without_metadata"] = len(missing)
-        if len(missing) and self.options.on_missing_movie == "fail":
-            raise BadValueError(
-                str(self.source / "movies.csv"),
-                "no line",
-                "movieId",
-                int(missing[0]),
-                f"described, but rated, like {len(missing) - 1} others; add them or keep them "
-                "without title and genres by --on-missing-movie keep",
-            )
-
-    def _sort(self, reader: BlockReader, blocks: Blocks, movie_ids: IntArray) -> Units:
+    def _sort(self, blocks: Blocks, movie_ids: IntArray) -> Units:
         users = cut_users(blocks.rows_per_user, self.options.unit_rows)
         paths, repeated = [], 0
         tracked = self.progress.track(users, description="sorting by user and time")
         for number, own in enumerate(tracked):
 
             def make(path: Path, own: range = own) -> Facts:
-                return write_unit(path, reader, blocks, own, movie_ids, self.options.on_duplicate)
+                return write_unit(path, blocks, own, movie_ids)
 
             path, facts = self.staging.scratch(f"units/{number:05d}.arrow", make)
             paths.append(path)

@@ -37,13 +37,11 @@ from trainer.datasets.movielens.features import (
     genre_affinity,
     history_scale,
     movie_history,
-    training_mean_and_scale,
     user_history,
 )
 from trainer.datasets.movielens.options import MovieLensOptions
 from trainer.datasets.movielens.source import Catalogue
 from trainer.datasets.movielens.statistics import (
-    FloatArray,
     Moments,
     Ratings,
     RatingStatistics,
@@ -247,8 +245,7 @@ class Fitted:
     options: MovieLensOptions
 
     def user_history(self, ratings: Ratings) -> UserHistory:
-        hide_validation = self.options.validation_past == "training"
-        return user_history(ratings, self.statistics.overall.mean, hide_validation=hide_validation)
+        return user_history(ratings, self.statistics.overall.mean)
 
     def write_by_movie(self, path: Path, unit: int) -> Facts:
         """Put a unit's rows aside by movie; gives moments of its users' dense features."""
@@ -302,7 +299,7 @@ class UnitRows:
         fitted = self.fitted
         ratings = fitted.units.load(unit)
         history = fitted.user_history(ratings)
-        offset, scale = self._label_units(unit, ratings, history)
+        scale = history_scale(ratings, history, fitted.statistics.overall)
         dense = dense_of_users(ratings, history, fitted.catalogue)
         dense |= dense_of_movies(self.exchange.history(unit))
         dense |= self.folds.dense(ratings.movie, fold_of(ratings.user))
@@ -315,7 +312,7 @@ class UnitRows:
                 for name, values in dense.items()
             },
             "rating": ratings.stars.astype(np.float32),
-            "user_mean": offset.astype(np.float32),
+            "user_mean": history.user_mean.astype(np.float32),
             "user_scale": scale.astype(np.float32),
             "timestamp": ratings.timestamp,
         }
@@ -326,17 +323,3 @@ class UnitRows:
         random = np.random.default_rng([_SHUFFLE_SEED, unit])
         training = random.permutation(np.flatnonzero(~ratings.is_validation))
         return builder, {"train": training, "validation": np.flatnonzero(ratings.is_validation)}
-
-    def _label_units(
-        self, unit: int, ratings: Ratings, history: UserHistory
-    ) -> tuple[FloatArray, FloatArray]:
-        """Offset and scale of every row's label, in stars."""
-        overall = self.fitted.statistics.overall
-        if self.fitted.options.user_mean == "past":
-            return history.user_mean, history_scale(ratings, history, overall)
-        users, training = self.fitted.units.users[unit], ~ratings.is_validation
-        user = ratings.user - users.start
-        mean, scale = training_mean_and_scale(
-            user[training], ratings.stars[training], len(users), overall
-        )
-        return mean[user], scale[user]

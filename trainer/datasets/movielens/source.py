@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ from trainer.datasets.io.staging import (
     map_columns,
     write_columns,
 )
-from trainer.datasets.movielens.options import OnDuplicate, Split
+from trainer.datasets.movielens.options import Split
 from trainer.datasets.movielens.statistics import NEVER, order_by
 from trainer.errors import BadValueError
 from trainer.storage import Location
@@ -195,18 +195,11 @@ def cut_users(rows_per_user: IntArray, unit_rows: int) -> list[range]:
     return [range(*ends) for ends in pairwise([*begins, len(rows_per_user)])]
 
 
-def write_unit(
-    path: Path,
-    reader: BlockReader,
-    blocks: Blocks,
-    users: range,
-    movie_ids: IntArray,
-    on_duplicate: OnDuplicate,
-) -> Facts:
+def write_unit(path: Path, blocks: Blocks, users: range, movie_ids: IntArray) -> Facts:
     """Gather and sort the rows of a unit's users, and write them with numbers in place of ids.
 
-    A user's number is that in `blocks.users`, a movie's its place in the ascending `movie_ids`.
-    Raises `BadValueError` for a movie that a user rated twice, unless the last rating counts.
+    A user's number is that in `blocks.users`, a movie's its place in the ascending `movie_ids`. Of
+    several ratings of a movie by a user the latest counts, of the same second the later line.
     """
     rows = _gather(blocks, users)
     user = np.searchsorted(blocks.users[users.start : users.stop], rows["user"])
@@ -215,10 +208,6 @@ def write_unit(
     user, movie = user[order], movie[order]
     # The rating stands again in a later row.
     repeated = ~pl.Series(user * len(movie_ids) + movie).is_last_distinct().to_numpy()
-    if repeated.any() and on_duplicate == "fail":
-        first = int(repeated.argmax())
-        own = int(blocks.users[users.start + user[first]])
-        raise _named_duplicate(reader, own, int(movie_ids[movie[first]]))
     columns = {
         "user": (user + users.start).astype(np.int32),
         "movie": movie.astype(np.int32),
@@ -241,10 +230,10 @@ _TAG_SCHEMA = {"movieId": pl.Int64, "tag": pl.String}
 _TAG_COLUMNS = (integer("userId"), integer("movieId"), CsvColumn("tag"), timestamp("timestamp"))
 
 
-def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
+def read_movies(location: Location) -> pl.DataFrame:
     """`movieId`, `title` and `genres` of movies.csv; raises `BadValueError` where an id repeats."""
     columns = [integer("movieId"), CsvColumn("title"), CsvColumn("genres")]
-    movies = BlockReader(location, columns, delimiter=delimiter).read()
+    movies = BlockReader(location, columns).read()
     repeated = movies["movieId"].is_duplicated().arg_true()
     if len(repeated):
         last = repeated[-1]
@@ -256,7 +245,7 @@ def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
 
 
 def read_tag_words(
-    location: Location, delimiter: str, users: IntArray, begins: IntArray, split: Split
+    location: Location, users: IntArray, begins: IntArray, split: Split
 ) -> tuple[pl.DataFrame, int]:
     """Count the words of tags.csv, as `count_tag_words` does, and its tags; none without a file.
 
@@ -266,13 +255,7 @@ def read_tag_words(
     total, num_tags = count_tag_words(pl.DataFrame(schema=_TAG_SCHEMA)), 0
     if not location.exists():
         return total, num_tags
-    reader = BlockReader(
-        location,
-        _TAG_COLUMNS,
-        delimiter=delimiter,
-        block_bytes=_TAG_BLOCK_BYTES,
-        may_lack_rows=True,
-    )
+    reader = BlockReader(location, _TAG_COLUMNS, block_bytes=_TAG_BLOCK_BYTES, may_lack_rows=True)
     for block in reader.blocks():
         tags = _training_tags(reader.parse(block), users, begins, split)
         counted = pl.concat([total, count_tag_words(tags)])
@@ -289,22 +272,3 @@ def _training_tags(
     own = pl.DataFrame({"userId": users, "begin": begins})
     dated = tags.join(own, on="userId", how="left")
     return dated.filter(pl.col("timestamp") < pl.col("begin").fill_null(NEVER))
-
-
-def _named_duplicate(reader: BlockReader, user: int, movie: int) -> BadValueError:
-    """Say on which lines of the ratings a duplicate stands; reads the file again."""
-    wanted = (pl.col("userId") == user) & (pl.col("movieId") == movie)
-    rows = (
-        block.first_line + row
-        for block in reader.blocks()
-        for row in reader.parse(block).with_row_index().filter(wanted)["index"]
-    )
-    lines = list(islice(rows, 2))
-    return BadValueError(
-        str(reader.location),
-        f"line {lines[1]}",
-        "movieId",
-        movie,
-        f"rated once by user {user}: line {lines[0]} rates it too; remove one of them or "
-        "keep the latest with --on-duplicate last",
-    )

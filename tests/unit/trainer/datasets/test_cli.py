@@ -19,7 +19,6 @@ def test_generate_prepare_and_inspect_work_in_a_row(tmp_path):
     prepared = invoke(
         *("prepare", "movielens", tmp_path / "csv", tmp_path / "out"),
         *("--split", "global", "--validation-fraction", 0.2, "--history-length", 4),
-        *("--on-duplicate", "last", "--user-mean", "training", "--on-missing-movie", "fail"),
     )
     assert prepared.exit_code == 0
     assert "300" in prepared.stdout
@@ -27,7 +26,6 @@ def test_generate_prepare_and_inspect_work_in_a_row(tmp_path):
     assert "duplicates dropped" in prepared.stdout
     options = load_manifest(tmp_path / "out").options
     assert (options["split"], options["history_length"]) == ("global", 4)
-    assert (options["on_duplicate"], options["user_mean"]) == ("last", "training")
     inspected = invoke("inspect", tmp_path / "out")
     assert inspected.exit_code == 0
     assert "history_disliked" in inspected.stdout
@@ -67,7 +65,6 @@ def test_bad_data_and_options_exit_with_2_and_a_message_on_stderr(tmp_path):
         (("prepare", "criteo", day, out), f"{day}, line 1: 1 tab-separated columns, not 40"),
         (("inspect", tmp_path / "absent"), "absent is missing"),
         (("prepare", "movielens", tmp_path, out, "--validation-fraction", 1.5), "-fraction"),
-        (("prepare", "movielens", tmp_path, out, "--delimiter", "\udcff"), "one character of"),
         (("prepare", "criteo", day, out, "--seed", 2**32), "4294967295"),
         (("prepare", "criteo", day, out, "--max-ids", 2**64), "2147483648"),
         (("prepare", "movielens", tmp_path, out, "--unit-rows", 2**64), "2147483648"),

@@ -70,17 +70,6 @@ def test_the_past_is_what_a_loop_would_find(ratings):
         assert movies.mean[row] == pytest.approx(residuals.sum() / (len(residuals) + 5))
 
 
-@given(ratings_of_all())
-def test_held_out_ratings_can_be_hidden_from_every_past(ratings):
-    history = user_history(ratings, GLOBAL_MEAN, hide_validation=True)
-    for row, time in enumerate(ratings.timestamp):
-        same_user = ratings.user == ratings.user[row]
-        seen = same_user & (ratings.timestamp < time) & ~ratings.is_validation
-        assert list(range(history.starts[row], history.ends[row])) == np.flatnonzero(seen).tolist()
-        stars = ratings.stars[seen]
-        assert history.user_mean[row] == pytest.approx((stars.sum() + 5 * 3.5) / (len(stars) + 5))
-
-
 def test_moments_leave_out_what_is_missing_and_a_scale_blows_up_no_rounding():
     nan = float("nan")
     for values, moments in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pytest
 
@@ -125,18 +124,6 @@ def test_only_tags_from_training_time_become_tokens(tiny, tmp_path):
     night = rows_of(tmp_path / "out", "train").filter(pl.col("movie_id") == 2)
     words = raw_ids(tmp_path / "out", "tokens")
     assert {words[token] for token in night["tokens"][0]} == {"night", "the"}
-
-
-def test_labels_can_be_relative_to_all_training_ratings_of_the_user(tiny, tmp_path):
-    options = TINY_OPTIONS.model_copy(update={"user_mean": "training"})
-    prepare_movielens(tiny, tmp_path / "out", options=options)
-    train = rows_of(tmp_path / "out", "train")
-    stars = np.array([5, 1, 3, 2, 4, 4.5])
-    for user, given in ((1, stars[:3]), (2, stars[3:])):
-        own = train.filter(pl.col("user_id") == user)
-        mean = (given.sum() + 5 * stars.mean()) / 8
-        assert own["user_mean"].to_list() == pytest.approx([mean] * 3)
-        assert (own["user_scale"] > 0).all()
 
 
 def test_missing_years_and_genres_are_neutral(tiny, tmp_path):

@@ -41,9 +41,9 @@ def whole(csv_folder, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("split", "user_mean"), [("per_user", "past"), ("global", "training")])
-def test_many_units_give_the_rows_of_one(csv_folder, tmp_path, split, user_mean):
-    options = IN_UNITS.model_copy(update={"split": split, "user_mean": user_mean})
+@pytest.mark.parametrize("split", ["per_user", "global"])
+def test_many_units_give_the_rows_of_one(csv_folder, tmp_path, split):
+    options = IN_UNITS.model_copy(update={"split": split})
     at_once = options.model_copy(update={"unit_rows": 10**6})
     one = prepare_movielens(csv_folder, tmp_path / "one", options=at_once)
     many = prepare_movielens(csv_folder, tmp_path / "many", options=options)
@@ -53,18 +53,6 @@ def test_many_units_give_the_rows_of_one(csv_folder, tmp_path, split, user_mean)
         key = ["user_id", "timestamp", "movie_id"]
         frames = [rows_of(tmp_path / out, part).sort(key) for out in ("one", "many")]
         assert_frame_equal(*frames, rel_tol=1e-5, abs_tol=1e-5)
-
-
-@pytest.mark.parametrize("split", ["per_user", "global"])
-def test_held_out_rows_can_be_kept_from_looking_at_one_another(csv_folder, tmp_path, split):
-    options = IN_UNITS.model_copy(update={"split": split, "validation_past": "training"})
-    prepare_movielens(csv_folder, tmp_path / "one", options=options)
-    held_out = rows_of(tmp_path / "one", "validation").filter(pl.col("user_id") > 0)
-    # All of a user's training is earlier than held-out rows but for those of their first second.
-    later = held_out.filter(pl.col("timestamp") > pl.col("timestamp").min().over("user_id"))
-    past = ("history_movies", "history_ratings", "history_liked", "user_activity", "user_past_mean")
-    pasts = {(user, str(own)) for user, *own in later.select("user_id", *past).iter_rows()}
-    assert len(pasts) == later["user_id"].n_unique() < len(later)
 
 
 def test_the_order_of_the_lines_does_not_matter(csv_folder, whole, tmp_path):

@@ -1,4 +1,4 @@
-"""Guard against non-finite or exploding losses, and the weighting of the loss over the ranks.
+"""Guard against non-finite losses, and the weighting of the loss over the ranks.
 
 No later step recovers from a NaN, so none is saved: the job fails, or goes back to its newest
 checkpoint and leaves out the rows since the loss was last finite (`training.on_non_finite`). A
@@ -16,9 +16,8 @@ in its window.
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,11 +41,6 @@ NON_FINITE_ADVICE = (
     "module of your own, for roots, logarithms and quotients of 0, or leave such rows out with "
     "training.on_non_finite: skip"
 )
-_TRAIN_NE = re.compile(r"train/(\w+/)?ne")
-# A normalised entropy of 1 is what a model without features reaches. One above `_MAX_NE` and above
-# `_EXPLODE_FACTOR` times the best so far explodes, if the task's loss is as far above its best, in
-# so many reports in a row.
-_MAX_NE, _EXPLODE_FACTOR, _EXPLODED_REPORTS = 1.5, 1.5, 3
 
 
 class NonFiniteLossGuard:
@@ -75,38 +69,6 @@ class NonFiniteLossGuard:
         self._whole: list[torch.Tensor] = []  # weights that this rank holds whole
         self._has_trained = False  # since the last part
         self._max_gradient = spec.optimizer.sparse.max_gradient
-        # By metric: (least entropy, least loss in reports with one), and reports in a row.
-        self._best: dict[str, tuple[float, float]] = {}
-        self._num_exploded: dict[str, int] = {}
-
-    def judge(self, values: Mapping[str, float]) -> None:
-        """Raise `NonFiniteLoss` where a task's reported entropy explodes; equal on all ranks.
-
-        With rare positives it jumps with how many of them a report holds, and is not there without
-        any. The task's loss does not: it must have exploded, too.
-        """
-        for name in sorted({*filter(_TRAIN_NE.fullmatch, values), *self._best}):
-            # One task's own may be the whole; of several, each with an entropy has its log loss.
-            loss = values.get("train/loss", math.nan)
-            loss = values.get(f"{name.removesuffix('ne')}logloss", loss)
-            self._judge_task(name, values.get(name, math.nan), loss)
-
-    def _judge_task(self, name: str, ne: float, loss: float) -> None:
-        """Count a report of the entropy `name`, NaN where it has none."""
-        best_ne, best_loss = self._best.get(name, (math.inf, math.inf))
-        if math.isfinite(ne):
-            best_ne, best_loss = self._best[name] = min(best_ne, ne), min(best_loss, loss)
-        limit = max(_MAX_NE, _EXPLODE_FACTOR * best_ne)
-        if ne <= limit or loss <= _EXPLODE_FACTOR * best_loss:
-            self._num_exploded[name] = 0
-        elif math.isfinite(ne):  # else the report tells nothing
-            self._num_exploded[name] = self._num_exploded.get(name, 0) + 1
-        if (num_exploded := self._num_exploded.get(name, 0)) >= _EXPLODED_REPORTS:
-            raise NonFiniteLoss(
-                f"normalised entropy ({name}) was above {limit:.3g} in {num_exploded} reports"
-                f" in a row, after {best_ne:.3g} at best: training diverges; lower "
-                "optimizer.sparse.lr or optimizer.dense.lr, or add a warm-up (optimizer.schedule)"
-            )
 
     def begin_at(self, position: DataPosition) -> None:
         """Training starts from a good state at `position`."""

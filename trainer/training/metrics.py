@@ -82,9 +82,8 @@ class TaskMeter:
     very many, and their sums travel together. `state` and `load_state` carry what came in since the
     last report over to another run, at any number of ranks.
 
-    The names of one task's metrics have no prefix, those of several begin with `TASK/`, and where
-    there is an `ne` there is a `logloss`, as `loss` is their sum. Every metric weighs rows by
-    `Batch.weight`.
+    The names of one task's metrics have no prefix, those of several begin with `TASK/`. Every
+    metric weighs rows by `Batch.weight`.
     """
 
     def __init__(
@@ -98,9 +97,7 @@ class TaskMeter:
 
         def metrics_on(device: torch.device) -> dict[str, _TaskMetrics]:
             names = (f"{task.name}/" if len(tasks) > 1 else "" for task in tasks)
-            each = (
-                _TaskMetrics(task, _reported(task, tasks), batch_size, device) for task in tasks
-            )
+            each = (_TaskMetrics(task, batch_size, device) for task in tasks)
             return dict(zip(names, each, strict=True))
 
         self._tasks = metrics_on(self._losses.device)
@@ -211,28 +208,19 @@ class TaskMeter:
             task.take_in(predictions[:, k], scores[:, k], labels[:, k], weights)
 
 
-def _reported(task: TaskSpec, tasks: Sequence[TaskSpec]) -> tuple[str, ...]:
-    """Metrics of one of `tasks`: `NonFiniteLossGuard` needs the loss of one with an entropy."""
-    names = task.metric_names
-    is_lacking = len(tasks) > 1 and "ne" in names and "logloss" not in names
-    return (*names, "logloss") if is_lacking else names
-
-
 class _TaskMetrics:
     """The metrics of one task: AUC from bins, all others from torchrec.metrics."""
 
-    def __init__(
-        self, task: TaskSpec, names: Sequence[str], batch_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, task: TaskSpec, batch_size: int, device: torch.device) -> None:
         self._name = task.name
         self._threshold = task.auc_threshold
         self._metrics: dict[str, RecMetric] = {}
-        has_auc = "auc" in names
+        has_auc = "auc" in task.metric_names
         # Weights of negative and of positive rows by bin.
         self._auc = (
             torch.zeros(2, _AUC_BINS, dtype=torch.float64, device=device) if has_auc else None
         )
-        for name in names:
+        for name in task.metric_names:
             if name == "auc":
                 continue
             kind, _, options = _METRICS[name]

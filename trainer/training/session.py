@@ -504,7 +504,6 @@ class Session:
         self.publish(values, report.time)
         if self._tunes_sync:
             self.tuner.reported(Observation.of(values))
-        self.loss_guard.judge(values)
         self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
 
     def _stop_part(self) -> Part:

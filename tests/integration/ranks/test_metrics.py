@@ -124,7 +124,7 @@ def test_a_meter_goes_on_at_another_number_of_ranks(loss: str) -> None:
 
 TASKS = (
     TaskSpec(name="stars", loss="mse", metrics=("rmse", "mae", "auc"), auc_threshold=3.5),
-    TaskSpec(name="click", loss="bce", metrics=("calibration", "ne", "auc")),
+    TaskSpec(name="click", loss="bce", metrics=("calibration", "logloss", "ne", "auc")),
 )
 
 

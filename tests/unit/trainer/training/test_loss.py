@@ -18,7 +18,6 @@ from tests.harness.builders import spec
 from tests.harness.small_model import dlrm_spec, fused_kernel
 from trainer.coordination.messages import EarlyStoppingState
 from trainer.errors import TooManyBadRowsError
-from trainer.failures import NonFiniteLoss
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.training import EarlyStoppingSpec
 from trainer.training.loss import NonFiniteLossGuard
@@ -112,64 +111,6 @@ def guard(tmp_path: Path) -> NonFiniteLossGuard:
     return NonFiniteLossGuard(
         spec(), RunDir(tmp_path), 100, torch.device("cpu"), lambda event: None
     )
-
-
-def judge(guard: NonFiniteLossGuard, *reports: tuple[float, float]) -> None:
-    """Judge reports of an entropy and a loss."""
-    for ne, loss in reports:
-        guard.judge({"train/ne": ne, "train/loss": loss})
-
-
-def test_an_entropy_that_stays_far_above_its_best_ends_the_job(guard: NonFiniteLossGuard) -> None:
-    judge(guard, *((ne, ne / 2) for ne in (0.8, 2.0, 2.5, 0.9, 2.0, 2.5)))
-    with pytest.raises(NonFiniteLoss, match=r"3 reports in a row, after 0.8 at best.*schedule"):
-        judge(guard, (3.0, 1.5))
-
-
-def test_each_task_is_judged_whatever_the_others_report(guard: NonFiniteLossGuard) -> None:
-    with pytest.raises(NonFiniteLoss, match="train/buy/ne"):
-        for ne in (0.8, 2.0, 2.5, 3.0):
-            others = {"train/click/ne": math.nan, "train/like/ne": 4 - ne}
-            guard.judge({**others, "train/buy/ne": ne, "train/loss": ne})
-
-
-def test_a_task_that_diverges_is_found_by_its_own_loss_however_large_that_of_others_is(
-    guard: NonFiniteLossGuard,
-) -> None:
-    with pytest.raises(NonFiniteLoss, match="train/buy/ne"):
-        for loss in (0.6, 27.0, 27.0, 27.0):
-            own = {"train/buy/ne": 1.5 * loss, "train/buy/logloss": loss}
-            guard.judge({"train/stars/rmse": 10.0, **own, "train/loss": 100 + loss})
-
-
-def test_reports_without_an_entropy_between_those_of_one_that_explodes_do_not_begin_anew(
-    guard: NonFiniteLossGuard,
-) -> None:
-    judge(guard, (0.9, 0.6), (40.0, 27.0), (40.0, 27.0))
-    for values in ({}, {"train/loss": 27.0}, {"train/loss": 27.0, "train/ne": math.nan}):
-        guard.judge(values)
-    with pytest.raises(NonFiniteLoss, match="3 reports in a row"):
-        judge(guard, (40.0, 27.0))
-
-
-def test_without_an_entropy_or_with_one_high_from_the_start_nothing_is_judged(
-    guard: NonFiniteLossGuard,
-) -> None:
-    for values in ({}, {"train/ne": math.nan}, {"train/rmse": 9.0}, {"train/ne": 4.5}):
-        for _ in range(5):
-            guard.judge({"train/loss": 0.5, **values})
-
-
-def test_entropies_that_jump_with_the_number_of_rare_positives_end_nothing(
-    guard: NonFiniteLossGuard,
-) -> None:
-    # An untrained model's loss falls slowly, while reports hold 1 to 7 positives of 2560 rows.
-    judge(guard, *((ne, 0.7) for ne in (49.0, 35.0, 200.0, 200.0, 115.0, 200.0)))
-    # A trained one's loss hangs on the positives, and reports without any lie between them.
-    judge(guard, (1.0, 0.004))
-    for _ in range(5):
-        judge(guard, (1.6, 0.04))
-        guard.judge({"train/loss": 1e-4})
 
 
 def model_of(kernels: list[Any], **parameters: nn.Parameter) -> Any:

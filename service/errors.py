@@ -166,10 +166,6 @@ class ExportPending(Conflict):
         super().__init__(job_id, export_id)
 
 
-class ExportBeingRequested(Conflict):
-    template = "another export of job {} is being asked for at this moment; look at its exports"
-
-
 class ExportNotReady(Conflict):
     def __init__(self, export_id: str, status: str, message: str) -> None:
         cause = f": {message}" if message else ""
@@ -180,17 +176,6 @@ class ExportRefused(Conflict):
     template = (
         "job {} {}; let jobs export where they train (`export: {{on_success: true}}`), or export "
         "on a host of the cluster with `shardloom export --run-dir DIR --to DIR`"
-    )
-
-
-class ExportUnavailable(Conflict):
-    """`trainer_python` lacks packages that exports need."""
-
-    template = (
-        "this service makes no exports: its Python ({}, SHARDLOOM_TRAINER_PYTHON) cannot, as {}. "
-        "Run it from the image of deploy/Dockerfile.service-export, or where the trainer is "
-        "installed; or let jobs export where they train with `export: {{on_success: true}}`, and "
-        "finished ones on a host of the cluster with `shardloom export --run-dir DIR --to DIR`"
     )
 
 

@@ -19,13 +19,7 @@ from typing import Any, Literal
 
 from service.db.jobs import JobStore
 from service.errors import ServiceError
-from service.jobs.exports import (
-    PYTHON_VARIABLES,
-    may_be_made,
-    may_run_code,
-    remove_all_deleted,
-    unfinished,
-)
+from service.jobs.exports import may_be_made, may_run_code, remove_all_deleted, unfinished
 from service.settings import Settings
 from trainer.export.requests import ExportFolder, remove_deleted
 from trainer.protocol.run_dir import RunDir
@@ -34,7 +28,14 @@ logger = logging.getLogger(__name__)
 # What the process may see of our environment: secrets of the service are not among it, but the
 # credentials of the storage that jobs read, without which vocabularies cannot be had.
 _PASSED = (
-    *PYTHON_VARIABLES,
+    # What decides which packages the Python finds.
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
     "OMP_NUM_THREADS",
     # Storage of jobs' data (`trainer.storage`).
     "AWS_ACCESS_KEY_ID",
@@ -63,6 +64,12 @@ _POLL_S = 0.5
 _LONGEST_S = 6 * 3600.0
 # When storage fails, an export is tried again after these; then whoever asks again has it made.
 _RETRY_AFTER_S = (5.0, 30.0, 120.0)
+_ADVICE = (
+    "SHARDLOOM_TRAINER_PYTHON must be a Python with the trainer's packages: run the service from "
+    "the image of deploy/Dockerfile.service-export, or where the trainer is installed; or let jobs "
+    "export where they train with `export: {on_success: true}`, and finished ones on a host of the "
+    "cluster with `shardloom export --run-dir DIR --to DIR`"
+)
 _End = Literal["ended", "late", "closed", "deleted"]
 StartProcess = Callable[..., "subprocess.Popen[Any]"]
 
@@ -139,20 +146,25 @@ class ExportRunner:
         if not may_run_code(self._settings):
             # The process reads the spec from run storage, where it may be another one.
             command.append("--no-user-code")
+        variables = with_keys_of_job(
+            environment(os.environ),
+            self._secrets_of(folder.run_dir.name),
+            may_choose_endpoint=may_run_code(self._settings),
+        )
         with folder.open_log() as log:
-            process = self._start_process(
-                [*command, "--request", str(folder.root)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=with_keys_of_job(
-                    environment(os.environ),
-                    self._secrets_of(folder.run_dir.name),
-                    may_choose_endpoint=may_run_code(self._settings),
-                ),
-                # Ctrl-C is for the service, which ends the process in its own time.
-                start_new_session=True,
-            )
+            try:
+                process = self._start_process(
+                    [*command, "--request", str(folder.root)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    # Ctrl-C is for the service, which ends the process in its own time.
+                    start_new_session=True,
+                )
+            except (FileNotFoundError, PermissionError) as error:
+                folder.fail(f"no process can make the export: {error}. {_ADVICE}")
+                return
             end = self._wait(process, folder)
         if folder.is_deleted:
             remove_deleted(RunDir(folder.run_dir))
@@ -166,8 +178,7 @@ class ExportRunner:
             folder.fail(
                 f"the process that made the export ended with code {process.returncode}: "
                 f"{folder.last_output or 'it said nothing'} (see export.log in {folder.root}; -9 "
-                "is too little memory, and trainer_python must be a Python with the trainer's "
-                "packages)"
+                f"is too little memory). {_ADVICE}"
             )
 
     def _wait(self, process: subprocess.Popen[Any], folder: ExportFolder) -> _End:

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import subprocess
 import tarfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO
@@ -24,7 +21,6 @@ from typing import IO
 from service import errors
 from service.auth.crypto import master_keys_of
 from service.db.jobs import JobStore
-from service.db.projects import hold_lock
 from service.domain.models import Job
 from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
@@ -36,10 +32,6 @@ from trainer.spec.training import Quantization
 
 logger = logging.getLogger(__name__)
 _DAY_S = 86400.0
-# Deadline of `request_export`, which looks for packages with a Python of its own.
-REQUEST_EXPORT_S = 60.0
-# A request that dies while it looks and asks keeps others from asking for this long.
-_LOCK_S = 60.0
 _CHUNK_BYTES = 2**18
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -86,43 +78,6 @@ def _stream(
                 raise OSError(f"{file.name} became shorter while it was sent")
             yield bytes(_padded(info.size) - info.size)
         yield bytes(2 * _BLOCK)
-
-
-# ---- packages that exports need
-
-# What decides which packages a Python finds, and nothing else of our environment.
-PYTHON_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
-_NEEDED = ("torch", "torchrec", "fbgemm_gpu")
-# Looks packages up without importing them.
-_FIND_MISSING = (
-    "import importlib.util as u, sys; "
-    "print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
-)
-_TIMEOUT_S = 20.0
-
-
-def missing_for_exports(settings: Settings) -> str:
-    """What `trainer_python` lacks here, in words; empty if it can export."""
-    try:
-        done = subprocess.run(
-            [settings.trainer_python, "-c", _FIND_MISSING, *_NEEDED],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            # As an export finds its packages (`service.jobs.export_runner.environment`), without
-            # its keys.
-            env={name: os.environ[name] for name in PYTHON_VARIABLES if name in os.environ},
-        )
-    except FileNotFoundError:
-        return "it is not there"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"it does not run ({error})"
-    if done.returncode != 0:
-        return f"it ends with code {done.returncode}"
-    names = done.stdout.split()
-    return f"it has no {', '.join(names)}" if names else ""
 
 
 # ---- deletion
@@ -195,30 +150,20 @@ def request_export(
     """Ask for an export of a job's checkpoint: `newest`, `best` or a step.
 
     Raises `CheckpointNotFound`, `ExportPending` while another one of the job is not done,
-    `ExportBeingRequested` while one is asked for by somebody else, `ExportRefused` where the job
-    must make it itself, `ExportUnavailable` where the packages for it are missing, and
-    `StorageUnavailable`.
+    `ExportRefused` where the job must make it itself, and `StorageUnavailable`.
     """
     steps = [found.step for found in store.list_checkpoints(job.id)]
     if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
         raise errors.CheckpointNotFound(job.id, checkpoint, steps)
     if reason := _no_export_here(job, settings):
         raise errors.ExportRefused(job.id, reason)
-    if missing := missing_for_exports(settings):
-        raise errors.ExportUnavailable(settings.trainer_python, missing)
     run_dir = run_dir_of(settings, job.id)
-    owner = secrets.token_hex(8)
-    with hold_lock(store, f"export {job.id}", owner, time.time(), _LOCK_S) as is_held:
-        if not is_held:
-            raise errors.ExportBeingRequested(job.id)
-        for each in list_exports(run_dir):
-            if is_pending(settings, each):
-                raise errors.ExportPending(job.id, each.id)
-        with errors.reaching_storage():
-            keys = master_keys_of(settings)
-            return ask_for(
-                run_dir, checkpoint, quantize, lambda text: keys.seal(text, "export-seals")
-            )
+    for each in list_exports(run_dir):
+        if is_pending(settings, each):
+            raise errors.ExportPending(job.id, each.id)
+    with errors.reaching_storage():
+        keys = master_keys_of(settings)
+        return ask_for(run_dir, checkpoint, quantize, lambda text: keys.seal(text, "export-seals"))
 
 
 def _no_export_here(job: Job, settings: Settings) -> str:

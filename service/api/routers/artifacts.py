@@ -23,7 +23,6 @@ from service.domain.timeline import Trace
 from service.errors import ExportPending
 from service.jobs.code_archives import keep_code
 from service.jobs.exports import (
-    REQUEST_EXPORT_S,
     archive,
     delete_export,
     get_export,
@@ -77,7 +76,7 @@ ARCHIVE_MEDIA_TYPE = "application/x-tar"
 @exports_router.post(
     "", summary="Export the model of a checkpoint", status_code=status.HTTP_202_ACCEPTED
 )
-@on_storage(REQUEST_EXPORT_S)
+@on_storage()
 def post_export(
     body: RequestExport, job: JobDep, context: ContextDep, response: Response
 ) -> ExportOut:

@@ -21,8 +21,8 @@ BEYOND_63_BITS = str(2**63)
 # Clients know errors by these; a class of another name would change its code.
 CODES = """
 attempt_not_found backend_unreachable behind_proxy body_too_large body_too_slow checkpoint_not_found
-code_store_full conflict csrf_token delivery_not_found does_not_fit export_being_requested
-export_not_found export_not_ready export_pending export_refused export_unavailable forbidden
+code_store_full conflict csrf_token delivery_not_found does_not_fit
+export_not_found export_not_ready export_pending export_refused forbidden
 foreign_host foreign_origin idempotency_conflict identity_provider_away invalid_request
 job_at_work job_ended job_not_ended job_not_found job_not_paused job_not_running
 job_unreadable key_not_found layout_unknown lock_lost log_not_found no_plan no_such_run_file

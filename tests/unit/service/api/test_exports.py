@@ -22,7 +22,7 @@ from tests.harness.service import (
     with_checkpoint,
     write_export,
 )
-from trainer.export.requests import ExportFolder, ask_for, list_exports
+from trainer.export.requests import ExportFolder, list_exports
 
 
 def asked(api: Api, job_id: str, **body: Any) -> Any:
@@ -111,21 +111,6 @@ def test_what_cannot_be_exported_is_refused(api: Api, job_id: str) -> None:
     problem_in(asked(api, job_id), 409, "export_pending")
     only_export(api, job_id).fail("no")
     assert asked(api, job_id).status_code == 202
-
-
-def test_two_who_ask_at_once_get_one_export(
-    api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ask_meanwhile(*arguments: Any) -> ExportFolder:
-        monkeypatch.undo()
-        problem_in(asked(api, job_id), 409, "export_being_requested")
-        assert asked(api, with_checkpoint(api)).status_code == 202
-        return ask_for(*arguments)
-
-    monkeypatch.setattr("service.jobs.exports.ask_for", ask_meanwhile)
-    export_id = asked(api, job_id).json()["id"]
-    assert only_export(api, job_id).id == export_id
-    assert export_id in problem_in(asked(api, job_id), 409, "export_pending")["detail"]
 
 
 def test_asking_again_wakes_an_export_that_nobody_tries_any_more(

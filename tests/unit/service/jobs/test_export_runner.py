@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from service.errors import ExportRefused, ExportUnavailable
+from service.errors import ExportRefused
 from service.jobs.export_runner import ExportRunner, environment, with_keys_of_job
 from service.jobs.exports import (
     delete_export,
     may_be_made,
-    missing_for_exports,
     remove_all_deleted,
     remove_old_exports,
     request_export,
@@ -61,7 +60,7 @@ def running(api: Api) -> Iterator[Start]:
     """Starts runners over the API's storage."""
     runners: list[ExportRunner] = []
 
-    def start(script: Script, settings: Settings | None = None) -> ExportRunner:
+    def start(script: Callable[..., Any], settings: Settings | None = None) -> ExportRunner:
         runners.append(ExportRunner(api.store, settings or api.settings, script))
         runners[-1].start()
         return runners[-1]
@@ -76,32 +75,21 @@ def job_id(api: Api) -> str:
     return with_checkpoint(api)
 
 
-def test_packages_are_found_where_an_export_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_export_that_the_python_here_cannot_make_says_what_to_do(
+    api: Api, job_id: str, tmp_path: Path, running: Start
 ) -> None:
-    # A Python that has no packages of its own.
-    bare = tmp_path / "bare"
+    bare = tmp_path / "bare"  # a Python that has no packages of its own
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
-    settings = Settings(home=tmp_path, trainer_python=str(bare))
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert missing_for_exports(settings) == "it has no torch, torchrec, fbgemm_gpu"
-    for name in ("torch", "torchrec", "fbgemm_gpu"):
-        (tmp_path / "packages" / name).mkdir(parents=True)
-        (tmp_path / "packages" / name / "__init__.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
-    assert missing_for_exports(settings) == ""
-
-
-def test_a_service_whose_python_cannot_export_says_so_before_anything_is_asked_for(
-    api: Api, job_id: str
-) -> None:
-    settings = api.settings.model_copy(update={"trainer_python": "/nowhere/python"})
-    with pytest.raises(ExportUnavailable, match="it is not there") as raised:
-        request_export(api.store, settings, api.store.get_job(job_id), "newest", "none")
-    assert "Dockerfile.service-export" in str(raised.value)
-    assert raised.value.status == 409
-    assert list_exports(run_dir_of(settings, job_id)) == []
+    for python, said in (("/nowhere/python", "No such file"), (str(bare), "No module named")):
+        settings = api.settings.model_copy(update={"trainer_python": python})
+        folder = wanted(api, job_id)
+        runner = running(subprocess.Popen, settings)
+        wait_until_failed(folder)
+        runner.close()
+        assert said in folder.message
+        assert "Dockerfile.service-export" in folder.message
+        assert "on_success" in folder.message
 
 
 def test_a_process_that_dies_leaves_a_failed_export(api: Api, job_id: str, running: Start) -> None:

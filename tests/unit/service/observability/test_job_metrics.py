@@ -150,6 +150,8 @@ def test_too_many_jobs_are_counted_and_those_that_run_come_first() -> None:
     assert _read(telemetry, queued[1], "attempts") is None
     assert telemetry.registry.get_sample_value("shardloom_hidden_jobs") == 2
     assert telemetry.registry.get_sample_value("shardloom_live_jobs", {"status": "QUEUED"}) == 3
+    telemetry.saw_live_jobs(queued)
+    assert _read(telemetry, running, "attempts") is None, "it has ended"
 
 
 # ---- the queue

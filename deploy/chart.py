@@ -61,7 +61,7 @@ def problems(chart: Path) -> list[str]:
     return found
 
 
-def push(package: str, environment: Mapping[str, str], *, plain_http: bool = False) -> str:
+def push(package: str, environment: Mapping[str, str]) -> str:
     """Push a package to where the environment says; what Helm says. Raises `HelmError`."""
     repository = environment.get("CHART_REPOSITORY", "")
     if not repository.startswith("oci://"):
@@ -72,14 +72,12 @@ def push(package: str, environment: Mapping[str, str], *, plain_http: bool = Fal
     host = repository.removeprefix("oci://").partition("/")[0]
     with (
         tempfile.TemporaryDirectory() as folder,
-        helm_python.RegistryClient(
-            plain_http=plain_http, credentials_file=Path(folder) / "config.json"
-        ) as client,
+        helm_python.RegistryClient(credentials_file=Path(folder) / "config.json") as client,
     ):
         user, password = environment.get("REGISTRY_USER"), environment.get("REGISTRY_PASSWORD")
         if user and password:
-            client.login(host, user, password, plain_http=plain_http)
-        return str(client.push(package, repository, plain_http=plain_http)["output"])
+            client.login(host, user, password)
+        return str(client.push(package, repository)["output"])
 
 
 def main() -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import tarfile
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from unittest.mock import create_autospec
 
 import helm_python
 import pytest
@@ -159,82 +155,21 @@ def test_images_are_pushed_nowhere_by_default_and_never_without_attestations(
 # ---- chart
 
 
-class _Registry(BaseHTTPRequestHandler):
-    """As much of the OCI distribution protocol as a push and a pull take, for one user."""
-
-    protocol_version = "HTTP/1.1"
-    blobs: dict[str, tuple[str, bytes]]  # by digest, manifests by tag too
-    log_message = lambda *_: None  # noqa: E731
-
-    def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-        if self.headers.get("Authorization") != "Basic cm9ib3Q6aHVudGVyMg==":  # robot:hunter2
-            status, body, headers = 401, b"", {"WWW-Authenticate": "Basic realm=test"}
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-    def do_GET(self) -> None:
-        key = self.path.rpartition("/")[2]
-        found = self.blobs.get(key)
-        if key == "" or found is None:
-            self._answer(200 if key == "" else 404)
-            return
-        kind, body = found
-        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-        self._answer(200, body, Content_Type=kind, Docker_Content_Digest=digest)
-
-    do_HEAD = do_GET  # noqa: N815
-
-    def do_POST(self) -> None:
-        self._body()
-        self._answer(202, Location=f"{self.path}upload")
-
-    def do_PUT(self) -> None:
-        body, url = self._body(), urlsplit(self.path)
-        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-        if self.headers.get("Authorization"):
-            self.blobs[digest] = (self.headers["Content-Type"], body)
-            if "/manifests/" in url.path:
-                self.blobs[url.path.rpartition("/")[2]] = self.blobs[digest]
-            else:
-                assert parse_qs(url.query)["digest"] == [digest]
-        self._answer(201, Location=self.path, Docker_Content_Digest=digest)
-
-
-@contextmanager
-def _registry() -> Iterator[str]:
-    handler = type("Handler", (_Registry,), {"blobs": {}})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_the_chart_is_pushed_to_an_oci_registry_and_comes_back_with_rules(tmp_path: Path) -> None:
+def test_the_chart_is_pushed_to_an_oci_registry_with_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = helm_python.package(chart(), destination=tmp_path)
+    with tarfile.open(package) as packed:
+        assert "shardloom/files/rules.yaml" in packed.getnames()
+    registry = create_autospec(helm_python.RegistryClient)
+    monkeypatch.setattr(helm_python, "RegistryClient", registry)
+    client = registry.return_value.__enter__.return_value
+    client.push.return_value = {"output": "Pushed"}
+    repository = "oci://registry.example/charts"
     user = {"REGISTRY_USER": "robot", "REGISTRY_PASSWORD": "hunter2"}
-    with _registry() as host:
-        push(package, {"CHART_REPOSITORY": f"oci://{host}/charts", **user}, plain_http=True)
-        with helm_python.RegistryClient(
-            plain_http=True, credentials_file=tmp_path / "config.json"
-        ) as client:
-            client.login(host, "robot", "hunter2", plain_http=True)
-            client.pull(
-                f"oci://{host}/charts/shardloom",
-                version=yaml.safe_load((chart() / "Chart.yaml").read_text())["version"],
-                destination=tmp_path / "pulled",
-                untar=True,
-                untar_dir=tmp_path / "pulled",
-                plain_http=True,
-            )
-    assert (tmp_path / "pulled/shardloom/files/rules.yaml").exists()
+    assert push(package, {"CHART_REPOSITORY": repository, **user}) == "Pushed"
+    client.login.assert_called_once_with("registry.example", "robot", "hunter2")
+    client.push.assert_called_once_with(package, repository)
     with pytest.raises(SystemExit, match="CHART_REPOSITORY=: set the registry and folder"):
         push(package, {})
 

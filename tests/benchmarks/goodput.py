@@ -25,6 +25,7 @@ from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, ru
 from tests.harness.chaos import Campaign
 from tests.harness.elastic import ElasticHarness
 from tests.harness.elastic_checks import check_copies
+from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES, LABEL, NUM_CATEGORICAL
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo, table_sizes
 from trainer.protocol.worker_config import WorkerConfig
@@ -98,8 +99,9 @@ def spec_document(data: Path) -> dict[str, Any]:
 def run(num_pairs: int) -> BenchmarkReport:
     with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        data = folder / "data"
-        generate_criteo(data, CriteoGeneratorOptions(num_rows=NUM_ROWS, max_ids=MAX_TABLE_ROWS))
+        raw, data = folder / "raw", folder / "data"
+        generate_criteo(raw, CriteoGeneratorOptions(num_rows=NUM_ROWS, max_ids=MAX_TABLE_ROWS))
+        prepare_criteo([raw], data, options=CriteoOptions(min_count=1))
         spec = validate_spec(spec_document(data))
         configs = (WorkerConfig(spec, folder / f"run-{n}", "job-bench-a0", 0) for n in count())
         runs = run_pairs(

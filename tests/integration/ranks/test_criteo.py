@@ -12,6 +12,7 @@ import yaml
 from tests.conftest import REPO
 from tests.harness.ranks import run_ranks
 from tests.harness.sessions import config_of, open_session
+from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import SCHEMA
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.inspect import inspect_data
@@ -37,9 +38,7 @@ SHORT = (
 def raw(tmp_path_factory) -> Path:
     """30 000 rows of two days, compressed."""
     folder = tmp_path_factory.mktemp("criteo") / "raw"
-    options = CriteoGeneratorOptions(
-        num_rows=30_000, format="tsv", max_ids=50, num_days=2, gzip=True
-    )
+    options = CriteoGeneratorOptions(num_rows=30_000, max_ids=50, num_days=2, gzip=True)
     generate_criteo(folder, options)
     return folder
 
@@ -54,9 +53,10 @@ def train_example(name: str, data: Path, run_dir: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["criteo-dlrm", "criteo-dcn"])
 def test_an_example_learns_what_the_teacher_knows(tmp_path, name):
-    data = tmp_path / "data"
-    options = CriteoGeneratorOptions(num_rows=60_000, max_ids=20, num_partitions=4)
-    teacher = generate_criteo(data, options)["parts"]["validation"]
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    options = CriteoGeneratorOptions(num_rows=60_000, max_ids=20)
+    teacher = generate_criteo(raw, options)["parts"]["last_tenth"]
+    prepare_criteo([raw], data, options=CriteoOptions(num_partitions=4))
     metrics, _ = run_ranks(train_example, 2, name, data, tmp_path / "run", timeout_s=200)
     assert metrics["validation/logloss"] == pytest.approx(metrics["validation/loss"], rel=1e-5)
     assert metrics["validation/calibration"] == pytest.approx(1, abs=0.15)

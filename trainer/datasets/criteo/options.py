@@ -31,8 +31,6 @@ class CriteoGeneratorOptions(
 
     num_rows: Annotated[int, Field(alias="rows", ge=10)] = 100_000
     """Number of rows."""
-    format: Literal["parquet", "tsv"] = "parquet"
-    """A prepared folder, or raw files for `prepare criteo`."""
     seed: Annotated[int, Field(ge=0)] = 0
     """The same seed gives the same files."""
     zipf_exponent: Annotated[float, Field(alias="zipf", ge=0.01)] = 1.05
@@ -40,9 +38,6 @@ class CriteoGeneratorOptions(
     max_ids: PositiveInt = 100_000
     """Values of a column; Criteo has up to 10 million."""
     num_days: Annotated[PositiveInt, Field(alias="days")] = 1
-    """Raw files: train.txt, or day_0, ..."""
+    """Files: train.txt, or day_0, ..."""
     gzip: bool = False
-    """Compress the raw files."""
-    num_partitions: PositiveInt = 32
-    """Parquet files per split."""
-    row_group_rows: PositiveInt = 8192
+    """Compress the files."""

@@ -11,9 +11,8 @@ bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
-from trainer.data.manifest import Manifest, write_manifest
-from trainer.datasets.criteo.encode import (
-    COLUMN_TYPES,
-    SCHEMA,
-    entropy,
-    hex_texts,
-    transform_counts,
-)
+from trainer.datasets.criteo.encode import entropy, hex_texts, transform_counts
 from trainer.datasets.criteo.options import CriteoGeneratorOptions
 from trainer.datasets.criteo.reader import (
     CARDINALITIES,
@@ -39,8 +31,8 @@ from trainer.datasets.criteo.reader import (
     NUM_DENSE,
     by_column,
 )
-from trainer.datasets.io.journal import Part, make_part, progress_bars
-from trainer.datasets.io.staging import cut_rows, split_entry, staged_folder, write_partition
+from trainer.datasets.io.journal import progress_bars
+from trainer.datasets.io.staging import cut_rows, staged_folder
 from trainer.errors import TooFewRowsError
 
 FloatArray = NDArray[np.float32]
@@ -148,12 +140,6 @@ class TeacherScore:
         self._views += np.bincount(bins, minlength=_NUM_BINS)
         self._clicks += np.bincount(bins, rows.label, minlength=_NUM_BINS).astype(np.int64)
 
-    def scored(self, parts: Iterable[ClickRows]) -> Iterator[ClickRows]:
-        """The same rows, counted as they pass."""
-        for rows in parts:
-            self.add(rows)
-            yield rows
-
     def as_dict(self) -> dict[str, float | None]:
         """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None without clicks or others."""
         rows, clicks = int(self._views.sum()), int(self._clicks.sum())
@@ -208,8 +194,7 @@ def generate_criteo(
                 yield teacher.draw(size, [*seed, block])
                 progress.advance(task, size)
 
-        write = _write_raw if options.format == "tsv" else _write_prepared
-        scores = write(folder, draw, options)
+        scores = _write_files(folder, draw, options)
         document = {
             "options": options.model_dump(),
             "parts": {name: score.as_dict() for name, score in scores.items()},
@@ -222,10 +207,10 @@ def generate_criteo(
 _DrawRows = Callable[[tuple[int, ...], int], Iterator[ClickRows]]
 
 
-def _write_raw(
+def _write_files(
     folder: Path, draw: _DrawRows, options: CriteoGeneratorOptions
 ) -> dict[str, TeacherScore]:
-    """Raw files; scores of all rows, of the last tenth and, where there are several, each file."""
+    """Scores of all rows, of the last tenth and, where there are several files, of each."""
     last_tenth = options.num_rows - int(options.num_rows * _VALIDATION_FRACTION)
     scores = {"all": TeacherScore(), "last_tenth": TeacherScore()}
     for day, own_rows in enumerate(cut_rows(options.num_rows, options.num_days, 1)):
@@ -238,7 +223,8 @@ def _write_raw(
         ):
             row = own_rows.start
             drawn = draw((options.seed, 2, day), len(own_rows))
-            for block, rows in enumerate(own.scored(drawn)):
+            for block, rows in enumerate(drawn):
+                own.add(rows)
                 scores["all"].add(rows)
                 scores["last_tenth"].add(rows[max(0, last_tenth - row) :])
                 file.write(raw_table(rows, (options.seed, 3, day, block)))
@@ -271,49 +257,3 @@ def raw_ids(ids: np.ndarray, column: int) -> np.ndarray:
     raw = (ids * _ID_FACTOR + (column + 1) * _COLUMN_STEP) & 0xFFFF_FFFF
     has_empty = column % _EMPTY_ID_EVERY == _EMPTY_ID_EVERY - 1
     return np.where((ids == 0) & has_empty, MISSING, raw)
-
-
-def _write_prepared(
-    folder: Path, draw: _DrawRows, options: CriteoGeneratorOptions
-) -> dict[str, TeacherScore]:
-    num_validation = int(options.num_rows * _VALIDATION_FRACTION)
-    sizes = {"train": options.num_rows - num_validation, "validation": num_validation}
-    scores = {split: TeacherScore() for split in sizes}
-    parts: dict[str, list[Part]] = {split: [] for split in sizes}
-    for key, (split, num_rows) in enumerate(sizes.items(), start=4):
-        files = cut_rows(num_rows, options.num_partitions, options.row_group_rows)
-        for number, own_rows in enumerate(files):
-            drawn = draw((options.seed, key, number), len(own_rows))
-            tables = map(prepared_table, scores[split].scored(drawn))
-            make = partial(
-                write_partition,
-                schema=SCHEMA,
-                tables=tables,
-                row_group_rows=options.row_group_rows,
-            )
-            name = f"{split}/part-{number:05d}.parquet"
-            parts[split].append(make_part(name, folder / name, make))
-    teaching = {
-        f"teacher_{key}": value
-        for key, value in scores["validation"].as_dict().items()
-        if key != "rows" and value is not None
-    }
-    vocab_sizes = [size + 1 for size in table_sizes(options.max_ids)]
-    manifest = Manifest(
-        source="criteo",
-        splits={split: split_entry(found) for split, found in parts.items()},
-        columns=COLUMN_TYPES,
-        vocab_sizes=dict(zip(ID_NAMES, vocab_sizes, strict=True)),
-        options={"generated": True, **options.model_dump()},
-        statistics=teaching,
-    )
-    write_manifest(folder, manifest)
-    return scores
-
-
-def prepared_table(rows: ClickRows) -> pa.Table:
-    """Generated rows as they would be after preparation; id 0 stays free for the unknown."""
-    columns = [pa.array(rows.label)]
-    columns += [pa.array(np.ascontiguousarray(column)) for column in rows.dense.T]
-    columns += [pa.array(np.ascontiguousarray(column) + 1) for column in rows.ids.T]
-    return pa.table(columns, schema=SCHEMA)

@@ -34,7 +34,7 @@ def test_generate_prepare_and_inspect_work_in_a_row(tmp_path):
 
 def test_clicks_are_generated_prepared_and_inspected_in_a_row(tmp_path):
     generated = invoke(
-        *("generate", "criteo", tmp_path / "raw", "--rows", 2000, "--format", "tsv"),
+        *("generate", "criteo", tmp_path / "raw", "--rows", 2000),
         *("--days", 2, "--max-ids", 40, "--gzip"),
     )
     assert generated.exit_code == 0
@@ -52,7 +52,7 @@ def test_clicks_are_generated_prepared_and_inspected_in_a_row(tmp_path):
 
 
 def test_hashed_ids_are_no_vocabularies(tmp_path):
-    invoke("generate", "criteo", tmp_path / "raw", "--rows", 200, "--format", "tsv")
+    invoke("generate", "criteo", tmp_path / "raw", "--rows", 200)
     hashed = invoke("prepare", "criteo", tmp_path / "raw", tmp_path / "out", "--ids", "hashing")
     assert hashed.exit_code == 0 and "vocabular" not in hashed.stdout
 

@@ -25,6 +25,7 @@ from trainer.data.manifest import load_manifest
 from trainer.data.reader import open_source
 from trainer.datasets import profile
 from trainer.datasets.cli import app
+from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.inspect import DataReport, inspect_data
@@ -72,12 +73,12 @@ def spec_of(report: DataReport, tmp_path: Path) -> JobSpec:
 
 @pytest.fixture(scope="module")
 def clicks(tmp_path_factory) -> tuple[Path, Path]:
-    """The same generator as raw files and as a prepared folder, 4000 rows."""
+    """4000 generated rows as raw files and as a prepared folder."""
     folder = tmp_path_factory.mktemp("clicks")
-    for kind in ("tsv", "parquet"):
-        options = CriteoGeneratorOptions(num_rows=4000, format=kind, max_ids=300, num_days=2)
-        generate_criteo(folder / kind, options)
-    return folder / "tsv", folder / "parquet"
+    raw, out = folder / "raw", folder / "prepared"
+    generate_criteo(raw, CriteoGeneratorOptions(num_rows=4000, max_ids=300, num_days=2))
+    prepare_criteo([raw], out, options=CriteoOptions(min_count=1))
+    return raw, out
 
 
 def test_numbers_and_nulls_are_counted_over_all_parts():
@@ -329,7 +330,7 @@ def test_the_command_shows_tables_json_and_a_spec(clicks, tmp_path):
 
 def test_damage_is_found_whatever_is_printed(clicks, tmp_path):
     folder = shutil.copytree(clicks[1], tmp_path / "copy")
-    assert json.loads(invoke(folder, "--json").stdout)[0]["num_verified_files"] == 2
+    assert json.loads(invoke(folder, "--json").stdout)[0]["num_verified_files"] == 28
     assert "OK: " in invoke(folder).stdout
     (folder / "validation/part-00000.parquet").write_bytes(b"damaged")
     unread = json.loads(invoke(folder, "--json", "--no-verify").stdout)[0]

@@ -53,7 +53,7 @@ def rows_of(folder: Path, split: str) -> pl.DataFrame:
 def days(tmp_path_factory) -> Path:
     """3000 generated rows in two raw files."""
     folder = tmp_path_factory.mktemp("raw") / "days"
-    options = CriteoGeneratorOptions(num_rows=3000, format="tsv", num_days=2, max_ids=200)
+    options = CriteoGeneratorOptions(num_rows=3000, num_days=2, max_ids=200)
     generate_criteo(folder, options)
     return folder
 

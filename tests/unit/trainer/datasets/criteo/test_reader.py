@@ -83,9 +83,7 @@ def test_a_network_that_fails_is_asked_again_and_not_blamed_on_the_file(
 
 
 def test_work_done_before_the_network_failed_is_kept(tmp_path, monkeypatch):
-    generate_criteo(
-        tmp_path / "raw", CriteoGeneratorOptions(num_rows=3000, format="tsv", max_ids=50)
-    )
+    generate_criteo(tmp_path / "raw", CriteoGeneratorOptions(num_rows=3000, max_ids=50))
     raw = tmp_path / "raw/train.txt"
     options = CriteoOptions(num_partitions=2, block_bytes=65_536, run_blocks=1)
     # All are read once to be counted.

@@ -7,14 +7,12 @@ import json
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.csv import write_csv
 
 from tests.harness.files import digest
-from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.criteo import synthetic as generator
 from trainer.datasets.criteo.encode import ids_of
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
@@ -39,29 +37,16 @@ def generated(out: Path, **options: object) -> Path:
     return out
 
 
-@pytest.mark.parametrize("format", ["tsv", "parquet"])
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path, format):
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
     first, again, other = (
-        digest(generated(tmp_path / name, format=format, seed=seed))
+        digest(generated(tmp_path / name, seed=seed))
         for name, seed in (("a", 3), ("b", 3), ("c", 4))
     )
     assert first == again
     assert first != other
-    if format == "tsv":
-        packed = generated(tmp_path / "packed", format=format, seed=3, gzip=True)
-        text = gzip.decompress((packed / "train.txt.gz").read_bytes())
-        assert text == (tmp_path / "a" / "train.txt").read_bytes()
-
-
-def test_a_parquet_folder_is_a_whole_prepared_folder(tmp_path):
-    folder = generated(tmp_path / "out")
-    manifest = load_manifest(folder)
-    assert verify_checksums(folder, manifest) == len(list(folder.rglob("*.parquet")))
-    assert manifest.splits["validation"].num_rows == 200
-    frame = pl.read_parquet(folder / "train" / "*.parquet")
-    for name, size in manifest.vocab_sizes.items():
-        assert frame[name].min() >= 1 and frame[name].max() < size
-    assert manifest.statistics["teacher_ne"] < 1
+    packed = generated(tmp_path / "packed", seed=3, gzip=True)
+    text = gzip.decompress((packed / "train.txt.gz").read_bytes())
+    assert text == (tmp_path / "a" / "train.txt").read_bytes()
 
 
 def test_raw_files_read_back_as_what_the_teacher_drew(tmp_path):
@@ -80,7 +65,7 @@ def test_raw_files_read_back_as_what_the_teacher_drew(tmp_path):
 
 
 def test_prepared_raw_rows_hold_the_clicks_that_the_teacher_was_scored_on(tmp_path):
-    raw = generated(tmp_path / "raw", format="tsv", num_days=4)
+    raw = generated(tmp_path / "raw", num_days=4)
     parts = json.loads((raw / "teacher.json").read_text())["parts"]
     for split, part in (("last_fraction", "last_tenth"), ("last_file", "day_3")):
         manifest = prepare_criteo([raw], tmp_path / split, options=CriteoOptions(split=split))
@@ -116,6 +101,6 @@ def test_too_few_rows_are_refused(tmp_path):
 def test_a_part_without_clicks_has_no_scores_but_can_be_read(tmp_path):
     out = tmp_path / "out"
     document = generate_criteo(out, CriteoGeneratorOptions(num_rows=10, max_ids=20))
-    assert document["parts"]["validation"]["auc"] is None, "one row cannot be of both kinds"
+    assert document["parts"]["last_tenth"]["auc"] is None, "one row cannot be of both kinds"
     text = (out / "teacher.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == document

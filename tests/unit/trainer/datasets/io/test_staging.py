@@ -46,7 +46,7 @@ def killed(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def raw(tmp_path) -> Iterator[Path]:
-    generate_criteo(tmp_path / "raw", CriteoGeneratorOptions(num_rows=200, format="tsv"))
+    generate_criteo(tmp_path / "raw", CriteoGeneratorOptions(num_rows=200))
     yield tmp_path / "raw/train.txt"
 
 

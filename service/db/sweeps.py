@@ -172,6 +172,8 @@ def _read(connection: Connection, sweep_id: str) -> Sweep:
 
 
 def _sweep_of(row: RowMapping) -> Sweep:
+    # A spec of an earlier version may name steps to trace.
+    row["definition"]["spec"].get("training", {}).pop("trace", None)
     return _SWEEP.validate_python({name: row[name] for name in _COLUMNS} | row["definition"])
 
 

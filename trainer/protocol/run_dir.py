@@ -23,7 +23,7 @@ RUN_DIR/                         one per job
     stop-request.json            the workers shall save and stop: {"run_index", "cause"}
     stopping-0, completed-0      how workers of that run index ended: so, or with all trained
     pause-request.json           while it exists the attempt shall save and end: {"id"}
-    traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
+    traces/ID-rank0.json.gz      traces in Chrome's format; ID is that of the request
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class AttemptDir:
         return self.root / f"completed-{run_index}"
 
     def trace_path(self, trace_id: str, rank: int) -> Path:
-        """Trace of one rank; `trace_id` is `spec` for what the spec asks for."""
+        """Trace of one rank; `trace_id` is that of the request."""
         return self.traces_dir / trace_name(trace_id, rank)
 
     def stream_paths(self) -> list[Path]:

@@ -30,7 +30,7 @@ class JobSpec(JobSections):
     def with_workers(self, num_workers: int) -> JobSpec:
         """This spec with a fixed number of workers, a multiple of L; raises `SpecError`.
 
-        Fewer than its most are what it was accepted for, though a rank to trace may be missing.
+        Fewer than its most are what it was accepted for.
         """
         parallelism = self.parallelism.model_copy(update={"workers": num_workers})
         is_new = num_workers > self.parallelism.world_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -164,17 +164,6 @@ class OptimizerSpec(SpecModel):
     schedule: ScheduleSpec | None = None
 
 
-class TraceSpec(SpecModel):
-    """Steps to record with torch.profiler, on the given ranks.
-
-    A trace ends early where a checkpoint or a validation begins.
-    """
-
-    first_step: Count
-    num_steps: Annotated[PositiveInt, Field(le=100)] = 3
-    ranks: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (0,)
-
-
 class EarlyStoppingSpec(SpecModel):
     """End the run when validation stands still; the job succeeds.
 
@@ -225,7 +214,14 @@ class TrainingSpec(SpecModel):
     ] = False
     early_stopping: EarlyStoppingSpec | None = None
     on_non_finite: Literal["fail", "skip"] = "fail"
-    trace: TraceSpec | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_trace(cls, data: Any, info: ValidationInfo) -> Any:
+        # Earlier versions traced fixed steps; what they wrote holds the field, mostly as null.
+        if isinstance(data, dict) and (is_stored(info) or data.get("trace") is None):
+            return {name: value for name, value in data.items() if name != "trace"}
+        return data
 
 
 class WarmStartSpec(SpecModel):

@@ -283,17 +283,6 @@ def check_accumulation(spec: JobSections) -> None:
             )
 
 
-def check_trace_ranks(spec: JobSections) -> None:
-    """A trace is taken on ranks that exist."""
-    trace, world_size = spec.training.trace, spec.parallelism.world_size
-    if trace and max(trace.ranks) >= world_size:
-        raise problem(
-            "trace_ranks",
-            f"rank {max(trace.ranks)} does not exist: workers are numbered 0 to {world_size - 1}",
-            "training.trace.ranks",
-        )
-
-
 def check_warm_start(spec: JobSections) -> None:
     """The tables to take from another job exist in this one."""
     warm_start = spec.checkpoint.warm_start
@@ -349,10 +338,6 @@ def check_settings(spec: JobSections) -> None:
     if spec.training.dense_precision == "tf32" and spec.resources.device == "cpu":
         message = "only CUDA has TF32, and resources.device is cpu; take fp32 or bf16"
         raise problem("no_effect", message, "training.dense_precision")
-    trace, max_steps = spec.training.trace, spec.training.max_steps
-    if trace and max_steps and trace.first_step > max_steps:
-        message = f"training ends at step {max_steps} (training.max_steps), before the trace"
-        raise problem("no_effect", message, "training.trace.first_step")
 
 
 def check_kernels(spec: JobSections) -> None:
@@ -448,7 +433,6 @@ def check_memory(spec: JobSections) -> None:
 
 # What a layout that was chosen later must be checked for again.
 OF_LAYOUT: tuple[Callable[[JobSections], None], ...] = (
-    check_trace_ranks,
     check_accumulation,
     check_overlap,
     check_memory,

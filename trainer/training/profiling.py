@@ -31,7 +31,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,7 +52,6 @@ from trainer.protocol import events
 from trainer.protocol.events import PHASES, Phase
 from trainer.protocol.run_dir import AttemptDir
 from trainer.spec.base import SpecError, problems_of
-from trainer.spec.training import TraceSpec
 
 logger = logging.getLogger(__name__)
 # In these a rank waits for no other, so that they show which rank has more to do.
@@ -369,17 +368,14 @@ class Tracer:
         self,
         files: AttemptDir,
         rank: int,
-        spec: TraceSpec | None,
         speed: Speedometer,
         emit: Callable[[events.Event], None],
     ) -> None:
         self._files = files
         self._rank = rank
-        self._spec = spec
         self._speed = speed
         self._emit = emit
         self._recording: _Recording | None = None
-        self._step = 0  # begun last
         self._queued: deque[tuple[str, int]] = deque()  # (id, number of steps)
         self._seen_version: tuple[int, int] | None = None
 
@@ -399,14 +395,15 @@ class Tracer:
         except ValidationError as error:
             self._refuse(path, error)
             return
-        self._enqueue(request.id, request.num_steps, request.ranks)
+        if self._rank not in request.ranks:
+            return
+        with suppress(OSError):  # storage that is away may be there when the trace is written
+            if self._files.trace_path(request.id, self._rank).exists():
+                return
+        self._queued.append((request.id, request.num_steps))
 
     def begin_step(self, step: int) -> None:
-        """Start a recording if one is due at `step` (counted from 1)."""
-        spec, before, self._step = self._spec, self._step or step - 1, step
-        if spec and before < spec.first_step <= step:
-            self._spec = None  # steps of groups may be skipped, and come again
-            self._enqueue("spec", spec.num_steps, spec.ranks)
+        """Start a recording if one is asked for and none is under way."""
         if self._recording is None and self._queued:
             with self._speed.paused():
                 self._recording = _Recording(*self._queued.popleft(), profile())
@@ -452,14 +449,6 @@ class Tracer:
                 size_bytes=size_bytes,
             )
         )
-
-    def _enqueue(self, trace_id: str, num_steps: int, ranks: Collection[int]) -> None:
-        if self._rank not in ranks:
-            return
-        with suppress(OSError):  # storage that is away may be there when the trace is written
-            if self._files.trace_path(trace_id, self._rank).exists():
-                return
-        self._queued.append((trace_id, num_steps))
 
     def _refuse(self, path: Path, error: ValidationError) -> None:
         if self._rank != 0:

@@ -153,9 +153,7 @@ class Session:
         self._best_found = math.nan  # by the last validation that found a better model
         # (step, value) of the newest save of a best model, until its end is known.
         self._best_save: tuple[int, float] | None = None
-        self.tracer = Tracer(
-            files, self.rank, spec.training.trace, self.speed, self._rank_writer.write
-        )
+        self.tracer = Tracer(files, self.rank, self.speed, self._rank_writer.write)
         self.checkpoints = CheckpointManager(config, groups, self.emit, self.row_order)
         self.loss_guard = NonFiniteLossGuard(
             spec, RunDir(config.run_dir), self.shape.num_rows, groups.device, self.emit

@@ -20,11 +20,17 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.training.profiling import PhaseTimes
 from trainer.training.session import Session
 
-ON_DEMAND = "t-0000abcd"
+FIRST, SECOND = "t-00000001", "t-00000002"
 
 
 def _attempt(run_dir: Path) -> AttemptDir:
     return RunDir(run_dir).attempt("job-test-a0")
+
+
+def _ask(run_dir: Path, trace_id: str, ranks: list[int]) -> None:
+    path = _attempt(run_dir).trace_request_path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"id": trace_id, "num_steps": 2, "ranks": ranks}))
 
 
 def _train_and_ask(config: Any) -> list[Phase]:
@@ -43,8 +49,7 @@ def _train_and_ask(config: Any) -> list[Phase]:
         original(self)
         dist.barrier()  # or a rank that reports late would find the request at once
         if self.groups.rank == 0 and self.state.step == 5:
-            path = _attempt(config.run_dir).trace_request_path
-            path.write_text(json.dumps({"id": ON_DEMAND, "num_steps": 2, "ranks": [1]}))
+            _ask(config.run_dir, SECOND, ranks=[1])
 
     Session.report = report_and_ask  # type: ignore[method-assign]
     PhaseTimes.enter = enter_and_tell  # type: ignore[method-assign]
@@ -62,7 +67,7 @@ class Traced:
 
 @pytest.fixture(scope="module")
 def traced(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    """A run of 15 steps that traced steps 2 and 3 on both ranks, and 11 and 12 on rank 1."""
+    """A run of 15 steps that traced steps 6 and 7 on both ranks, and 11 and 12 on rank 1."""
     folder = tmp_path_factory.mktemp("traced")
     config = make_config(
         small_movielens,
@@ -70,10 +75,8 @@ def traced(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> T
         "parallelism.workers=2",
         "parallelism.shard_group_size=1",
         "training.max_steps=15",
-        "training.trace.first_step=2",
-        "training.trace.num_steps=2",
-        "training.trace.ranks=[0,1]",
     )
+    _ask(folder, FIRST, ranks=[0, 1])
     return Traced(folder, run_ranks(_train_and_ask, 2, config, fresh=True))
 
 
@@ -91,16 +94,17 @@ def _names(path: Path) -> Counter[str]:
 
 def test_each_trace_is_announced_once_and_nothing_else_is_written(run_dir: Path) -> None:
     written = [(e.rank, e.step, e.num_steps) for e in told(run_dir, TraceWritten)]
-    assert sorted(written) == [(0, 3, 2), (1, 3, 2), (1, 12, 2)]
+    assert sorted(written) == [(0, 7, 2), (1, 7, 2), (1, 12, 2)]
     for event in told(run_dir, TraceWritten):
         path = Path(event.path)
         assert path.parent == _attempt(run_dir).traces_dir
         assert path.stat().st_size == event.size_bytes < 5_000_000
+    wanted = [f"{FIRST}-rank0", f"{FIRST}-rank1", f"{SECOND}-rank1"]
     names = sorted(path.name for path in _attempt(run_dir).traces_dir.iterdir())
-    assert names == ["spec-rank0.json.gz", "spec-rank1.json.gz", f"{ON_DEMAND}-rank1.json.gz"]
+    assert names == [f"{each}.json.gz" for each in wanted]
 
 
-@pytest.mark.parametrize(("trace_id", "rank", "first_step"), [("spec", 0, 2), (ON_DEMAND, 1, 11)])
+@pytest.mark.parametrize(("trace_id", "rank", "first_step"), [(FIRST, 0, 6), (SECOND, 1, 11)])
 def test_a_trace_shows_steps_and_phases(
     run_dir: Path, trace_id: str, rank: int, first_step: int
 ) -> None:

@@ -40,7 +40,14 @@ from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.model import stored_buffers
 from trainer.parallel.touched_rows import TouchedRows
 from trainer.protocol import requests
-from trainer.protocol.events import Divergence, Metrics, Note, RowsQuarantined, RowsSkipped
+from trainer.protocol.events import (
+    Divergence,
+    Metrics,
+    Note,
+    RowsQuarantined,
+    RowsSkipped,
+    TraceWritten,
+)
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
@@ -539,6 +546,9 @@ def test_nothing_of_ours_reads_on_the_host_in_a_step(
         *settings,
         "training.max_steps=6",
         "training.report_every_steps=2",
-        "training.trace={first_step: 3, num_steps: 1, ranks: [0]}",
     )
+    request_path = RunDir(tmp_path).attempt(config.attempt_id).trace_request_path
+    request_path.parent.mkdir(parents=True, exist_ok=True)
+    request_path.write_text('{"id": "t-00000001", "num_steps": 1, "ranks": [0]}')
     assert run_ranks(train_without_host_reads, 4, config) == [5 + 3] * 4
+    assert [traced.step for traced in told(tmp_path, TraceWritten)] == [3]

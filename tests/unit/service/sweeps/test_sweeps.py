@@ -30,6 +30,7 @@ from tests.harness.builders import batch, metrics, queued_job, spec_document, wo
 from tests.harness.clock import FakeClock
 from tests.harness.service import Api, end, problem_in, shardloom
 from trainer.layout.hosts import HostFacts
+from trainer.spec import validate_spec
 from trainer.spec.base import FieldProblem, SpecError
 
 LR = {"path": "optimizer.sparse.lr", "low": 0.01, "high": 0.3, "log": True}
@@ -99,6 +100,16 @@ def test_a_sweep_runs_to_its_end_and_names_the_best_spec(api, create):
     assert job["labels"] == {"sweep": sweep_id, "trial": "1"}
     assert job["spec"]["optimizer"]["sparse"]["lr"] == best
     assert 0.01 <= best <= 0.3
+
+
+def test_a_sweep_of_an_earlier_version_may_name_steps_to_trace(api, create):
+    store = api.http.app.state.context.sweeps
+    sweep = store.get(create(num_trials=1))
+    traced = {**sweep.spec, "training": {**sweep.spec["training"], "trace": {"first_step": 3}}}
+    store.create(replace(sweep, id="sweep-earlier", spec=traced))
+    runner_of(api).poll()
+    (trial,) = trials_of(api, "sweep-earlier")
+    assert api.store.get_job(trial["job_id"]).spec.training == validate_spec(sweep.spec).training
 
 
 def play(api: Api, job_id: str, value: float) -> None:

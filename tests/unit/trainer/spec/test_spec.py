@@ -104,8 +104,6 @@ model.options={{width: 8}} => model.options unexpected_field
 model.module=towers:Towers; model.options={{width: .nan}} => model.options.width finite_number
 optimizer.sparse.lr=.inf => optimizer.sparse.lr finite_number
 optimizer.schedule={{min_ratio: 0.5}} => optimizer.schedule.min_ratio no_effect
-training.trace={{first_step: 1, ranks: [4]}} => training.trace.ranks trace_ranks
-training.max_steps=5; training.trace={{first_step: 6}} => training.trace.first_step no_effect
 training.early_stopping={{patience: 1}}; data.split={{validation: null}}
     => training.early_stopping no_validation
 training.dense_precision=tf32; resources.device=cpu => training.dense_precision no_effect

@@ -65,7 +65,6 @@ def test_checks_that_need_sizes_wait_for_them() -> None:
         "parallelism.divergence_check={every_syncs: 2}",
         "parallelism.moment_scale=3",
         "parallelism.all_to_all.forward=bf16",
-        "training.trace={first_step: 1, ranks: [3]}",
         "recovery.exchange_timeout_s=7",
         "parallelism.workers={min: 3, max: 5}",
     ):
@@ -82,7 +81,7 @@ def test_a_chosen_layout_puts_numbers_in_the_place_of_auto() -> None:
 
 
 def test_a_given_layout_stays_as_it_was_written() -> None:
-    spec = changed("parallelism.workers={min: 2, max: 6}", "training.trace={first_step: 1}")
+    spec = changed("parallelism.workers={min: 2, max: 6}")
     assert spec.with_layout(2, "intra_host") == spec
 
 
@@ -102,9 +101,7 @@ def test_what_was_asked_of_copies_is_no_fault_where_the_choice_left_one() -> Non
 
 
 def test_a_job_that_was_resized_has_that_many_workers() -> None:
-    trace = "training.trace={first_step: 1, ranks: [5]}"
-    spec = changed("parallelism.workers={min: 2, max: 6}", "parallelism.sync.every_steps=4", trace)
-    # The rank that is traced is missing then, which ends no job.
+    spec = changed("parallelism.workers={min: 2, max: 6}", "parallelism.sync.every_steps=4")
     assert spec.with_workers(4).parallelism.workers == 4
     assert spec.with_workers(2).parallelism.num_replicas == 1
     with pytest.raises(SpecError, match="multiple of shard_group_size"):
@@ -126,6 +123,16 @@ def test_a_spec_of_an_earlier_version_still_loads() -> None:
     del document["recovery"]
     assert validate_spec(document).parallelism.failure_domain == "job"
     assert JobSpec.model_validate(document, context={"stored": True}).parallelism.num_replicas == 2
+
+
+def test_a_stored_spec_may_name_steps_to_trace() -> None:
+    document: dict[str, Any] = changed().model_dump(mode="json")
+    document["training"]["trace"] = None  # the default, as documents with all defaults have it
+    assert validate_spec(document) == changed()
+    document["training"]["trace"] = {"first_step": 3, "num_steps": 3, "ranks": [0]}
+    assert JobSpec.model_validate(document, context={"stored": True}) == changed()
+    with pytest.raises(SpecError, match=r"training\.trace: unknown field"):
+        validate_spec(document)
 
 
 def test_a_dynamic_table_takes_any_id_below_its_input_hash_size() -> None:

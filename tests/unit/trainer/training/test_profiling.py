@@ -22,7 +22,6 @@ from trainer.parallel.sync import SyncReport
 from trainer.protocol import events
 from trainer.protocol.events import PHASES, Phase
 from trainer.protocol.run_dir import AttemptDir
-from trainer.spec.training import TraceSpec
 from trainer.training.metrics import LookupCounter, lookups_by_table
 from trainer.training.profiling import HostClock, PhaseTimes, Speedometer, Tracer
 
@@ -234,11 +233,11 @@ def test_phases_add_up_to_the_time_that_passed(entries: list[tuple[Phase, int]])
 class Bench:
     """A tracer on an attempt's folder, and what it emitted."""
 
-    def __init__(self, root: Path, rank: int = 0, spec: TraceSpec | None = None) -> None:
+    def __init__(self, root: Path, rank: int = 0) -> None:
         self.files = AttemptDir(root)
         self.emitted: list[events.Event] = []
         self.speed = Speedometer(1, PhaseTimes(HostClock()))
-        self.tracer = Tracer(self.files, rank, spec, self.speed, self.emitted.append)
+        self.tracer = Tracer(self.files, rank, self.speed, self.emitted.append)
 
     def ask(self, trace_id: str, num_steps: int = 1, ranks: tuple[int, ...] = (0,)) -> None:
         request = {"id": trace_id, "num_steps": num_steps, "ranks": ranks}
@@ -287,37 +286,27 @@ def test_a_second_request_waits_for_the_trace_in_the_making(tmp_path: Path) -> N
 
 
 def test_a_trace_that_is_stopped_early_says_how_many_steps_it_has(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, spec=TraceSpec(first_step=1, num_steps=5))
+    bench = Bench(tmp_path)
+    bench.ask("t-00000001", num_steps=5)
+    bench.tracer.poll()
     bench.take_steps(1, 2)
     assert bench.speed.phases.annotate
     bench.tracer.stop()
     assert not bench.speed.phases.annotate
     bench.take_steps(3, 4)
-    assert bench.written() == [("spec-rank0.json.gz", 2, 2)]
-
-
-@pytest.mark.parametrize(
-    ("steps", "last"),
-    [([(1, 3), (6, 9)], 8), ([(1, 4), (3, 6), (5, 8)], 4), ([(5, 9)], None)],
-    ids=["skipped", "repeated", "before a resume"],
-)
-def test_the_steps_of_a_group_are_traced_once_where_it_comes_to_the_first_or_over_it(
-    tmp_path: Path, steps: list[tuple[int, int]], last: int | None
-) -> None:
-    bench = Bench(tmp_path, spec=TraceSpec(first_step=4, num_steps=3))
-    for first_and_last in steps:
-        bench.take_steps(*first_and_last)
-    assert bench.written() == ([] if last is None else [("spec-rank0.json.gz", last, 3)])
+    assert bench.written() == [("t-00000001-rank0.json.gz", 2, 2)]
 
 
 def test_storage_that_is_away_costs_a_trace_and_a_note_only(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, spec=TraceSpec(first_step=1, num_steps=1))
+    bench = Bench(tmp_path)
     bench.files.traces_dir.write_text("a file where the folder should be")
+    bench.ask("t-00000001")
     with patch.object(Path, "exists", side_effect=OSError(errno.ESTALE, "stale")):
-        bench.take_steps(1, 1)
+        bench.tracer.poll()
+    bench.take_steps(1, 1)
     (note,) = bench.emitted
     assert isinstance(note, events.Note)
-    assert "spec-rank0.json.gz cannot be written" in note.message
+    assert "t-00000001-rank0.json.gz cannot be written" in note.message
 
 
 @pytest.mark.parametrize(

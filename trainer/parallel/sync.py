@@ -431,10 +431,17 @@ class PendingSync:
         is_cuda = replicas.device.type == "cuda"
         self._landing_bytes = None if is_cuda else min(_CACHE_BYTES, replicas.chunk_bytes)
         self._snapshots: list[torch.Tensor] = []
-        if trains_on:
-            for index, batch in enumerate(self._batches):
-                self._snapshots.append(batch.pack(self._buffers, ("snapshot", index)))
-        self.means: list[torch.Tensor] = []
+        self.means: list[torch.Tensor] = []  # or all replicas' values, of which they are made
+        for index, batch in enumerate(self._batches if trains_on else []):
+            is_gathered = replicas.gathers(batch)
+            out = batch.buffer(self._buffers, ("mean", index), 2 if is_gathered else 1)
+            if is_gathered:
+                snapshot = replicas.own_part(out)
+            else:
+                snapshot = batch.buffer(self._buffers, ("snapshot", index))
+            self._snapshots.append(batch.pack_into(snapshot))
+            self.means.append(out)
+        self.num_formed = 0
         self._in_fp32 = False
 
     @torch.no_grad()
@@ -443,19 +450,19 @@ class PendingSync:
 
         The same share on all replicas.
         """
-        if not self.means:
+        if not self.num_formed:
             self._in_fp32 = self.replicas.any_overflow(self._batches, self._snapshots)
-        missing = range(len(self.means), math.ceil(share * len(self._batches)))
+        missing = range(self.num_formed, math.ceil(share * len(self._batches)))
         run_exchanges(missing, self._form_mean, self.replicas.num_at_once)
+        self.num_formed = missing.stop
 
     def _form_mean(self, index: int, slot: int) -> Exchange[None]:
-        batch, key = self._batches[index], ("mean", index)
-        if self._snapshots:
-            values, mean = self._snapshots[index], batch.buffer(self._buffers, key)
-        else:
-            values = mean = batch.pack(self._buffers, key)
+        batch = self._batches[index]
+        if not self._snapshots:
+            self.means.append(batch.pack(self._buffers, ("mean", index)))
+        mean = self.means[index]
+        values = self._snapshots[index] if self._snapshots else mean
         yield from self.replicas.average_batch(batch, values, mean, self._in_fp32, slot)
-        self.means.append(mean)
 
     def land(self) -> list[Block]:
         """Apply the means; the blocks that it was about, in pieces."""
@@ -466,7 +473,7 @@ class PendingSync:
             for part in parts:
                 place = slice(start, start := start + part.numel)
                 then = (self._snapshots[index] if self._snapshots else means)[place]
-                pairs = zip(part.unpack(then), part.unpack(means[place]), strict=True)
+                pairs = zip(part.unpack(then), part.unpack(self._mean(index, place)), strict=True)
                 for (block, snapshot), (_, mean) in pairs:
                     if self._snapshots:
                         self._move(block, snapshot, mean)
@@ -474,6 +481,14 @@ class PendingSync:
                         block.write(mean)
                     block.agree(mean)
         return [block for batch in self._batches for block in batch.blocks]
+
+    def _mean(self, index: int, place: slice) -> torch.Tensor:
+        """The mean of a batch at `place`."""
+        means = self.means[index]
+        if not self._snapshots or means.numel() == self._snapshots[index].numel():
+            return means[place]
+        values = means.view(self.replicas.num_replicas, -1)[:, place]
+        return self.replicas.mean(values, self._buffers.take("mean", values.shape[1], means.dtype))
 
     def _move(self, block: Block, snapshot: torch.Tensor, mean: torch.Tensor) -> None:
         """Apply what `mean`, flat, says of `block` against its values at the `snapshot`."""

@@ -188,6 +188,59 @@ def test_the_memory_of_a_sync_is_that_of_the_sync_before() -> None:
     assert addresses[0] == addresses[1]
 
 
+class PairOfReplicas:
+    """A replica group of two, of which this is number `rank`, and the other holds 3 x + 1."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return self._rank
+
+    def all_gather(self, out: torch.Tensor) -> None:
+        parts = out.view(2, -1)
+        torch.add(parts[self._rank] * 3, 1, out=parts[1 - self._rank])
+
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
+        raise AssertionError("two replicas need one exchange")
+
+
+@given(
+    SHAPES,
+    st.integers(0, 1000),
+    st.integers(0, 1),
+    st.integers(20, 400),
+    st.sampled_from([torch.float32, torch.float16, torch.int64]),
+)
+def test_two_replicas_form_their_means_as_they_land(
+    shapes: list[tuple[int, int, bool]], seed: int, rank: int, max_bytes: int, dtype: torch.dtype
+) -> None:
+    blocks = [
+        Block(FlatRows((block.tensor * 100).to(dtype)), block.rows)
+        for block in _blocks(seed, shapes)
+    ]
+    starts = [block.tensor.clone() for block in blocks]
+    replicas = ReplicaCollectives([PairOfReplicas(rank)], torch.device("cpu"))
+    replicas.chunk_bytes = max_bytes
+    pending = PendingSync(blocks, replicas)
+    for block in blocks:
+        block.tensor[::2] += 1
+    pending.form_means()
+    pending.land()
+    for block, before in zip(blocks, starts, strict=True):
+        mean = first = [before, before * 3 + 1][rank]
+        if dtype.is_floating_point:
+            mean = ((first.float() + [before * 3 + 1, before][rank].float()) / 2).to(dtype)
+        expected = before.clone()
+        expected[::2] += 1
+        rows = slice(None) if block.rows is None else block.rows
+        expected[rows] = apply_difference(expected.clone(), before, mean)[rows]
+        assert torch.equal(block.tensor, expected)
+
+
 @given(st.integers(0, 20), st.integers(1, 20), st.integers(0, 20))
 def test_each_step_forms_an_equal_portion_and_who_waits_the_rest(
     num_batches: int, num_steps: int, num_ticks: int
@@ -199,10 +252,10 @@ def test_each_step_forms_an_equal_portion_and_who_waits_the_rest(
     background = Mock(submit=lambda form: form() or Mock())
     deferred = DeferredSync(pending, background, num_steps)
     for step in range(1, num_ticks):
-        assert abs(len(pending.means) - num_batches * min(1, step / num_steps)) <= 1
+        assert abs(pending.num_formed - num_batches * min(1, step / num_steps)) <= 1
         deferred.start()
     deferred.land()
-    assert len(pending.means) == num_batches
+    assert pending.num_formed == num_batches
 
 
 def test_no_portion_is_formed_after_one_that_failed() -> None:

@@ -50,6 +50,7 @@ NUM_HOSTS = 2
 RANKS_PER_HOST = WORLD_SIZE // NUM_HOSTS
 LINK = Link(rate_bits_per_s=10**9)
 PAIRS = 4
+_RARELY = 16  # steps from sync to sync; as many are measured where there is none
 GOAL = Goal(
     "best_2d_over_1d", "samples_per_s", "samples/s", 1.25, "higher", "best stock TorchRec 1D"
 )
@@ -101,12 +102,15 @@ def label_of(side: Side) -> str:
 
 def schedule_of(side: Side) -> Schedule:
     """How long to measure a side. A window holds whole sync intervals, so that all are alike."""
-    every_steps = side.every_steps if isinstance(side, TwoDLayout) else 1
-    every_steps = STOCK_2D_SYNC_STEPS if side == STOCK_2D else every_steps
+    every_steps = 1
+    if isinstance(side, TwoDLayout):
+        every_steps = _RARELY if side.mode == "none" else side.every_steps
+    elif side == STOCK_2D:
+        every_steps = STOCK_2D_SYNC_STEPS
     if every_steps > 1:
-        # The first window begins between two syncs, the first of which may overlap with it.
-        warmup_steps = 3 + every_steps if isinstance(side, TwoDLayout) and side.overlap else 3
-        return Schedule(warmup_steps, num_windows=2, steps_per_window=every_steps)
+        # The first window begins after a sync has landed which overlapped with the steps behind it:
+        # only the first takes memory that the kernel has yet to clear.
+        return Schedule(3 + 2 * every_steps, num_windows=2, steps_per_window=every_steps)
     is_slow = side == "row_wise" or (isinstance(side, TwoDLayout) and side.mode == "full")
     if is_slow:  # seconds a step
         return Schedule(warmup_steps=1, num_windows=3, steps_per_window=1)

@@ -20,8 +20,7 @@ Manifest = dict[str, Any]
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = PROJECT["version"]
-_QUEUES = ("", "+kueue", "+volcano")
-# Every example with every queue and with own clusters; a platform's other choices with `gpu`.
+# What a platform chooses beside an example.
 OPTIONS: dict[str, dict[str, Any]] = {
     "kueue": {"queue": {"kind": "kueue"}},
     "volcano": {"queue": {"kind": "volcano"}},
@@ -99,10 +98,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         },
     },
 }
-NAMES = [path.stem for path in sorted(EXAMPLES.glob("*.yaml"))]
 VARIANTS = [
-    f"{name}{queue}{own}" for name in NAMES for queue in _QUEUES for own in ("", "+own")
-] + [f"gpu+{option}" for option in ("own-only", "embedded", "owner", "theirs")]
+    *(path.stem for path in sorted(EXAMPLES.glob("*.yaml"))),
+    *("gpu+own", "gpu+kueue", "gpu+kueue+own", "gpu+volcano", "gpu+volcano+own"),
+    *("gpu+own-only", "gpu+embedded", "gpu+owner", "gpu+theirs", "bucket+own", "dev+own"),
+]
 GPU_VARIANTS = tuple(each for each in VARIANTS if not each.startswith("dev"))
 # The variant that has all of ours beside queues of the platform.
 FULL = "gpu+own"

@@ -13,7 +13,6 @@ from kubernetes.utils.quantity import parse_quantity
 from service.jobs.actions import merged
 from tests.unit.k8s.pods import Pod, pods_of
 from tests.unit.k8s.rendering import (
-    VARIANTS,
     Manifest,
     build,
     objects_of,
@@ -22,6 +21,9 @@ from tests.unit.k8s.rendering import (
     ray_cluster,
     values,
 )
+
+# One group of hosts, alone and beside own clusters; two groups; hosts with RDMA.
+_QUEUED = ("gpu+{}", "gpu+{}+own", "spot+{}", "multi-rack+{}")
 
 
 @dataclass
@@ -89,7 +91,7 @@ def _tolerates(toleration: Manifest, taint: Manifest) -> bool:
     return bool((toleration["key"], toleration.get("value")) == (taint["key"], taint["value"]))
 
 
-@pytest.mark.parametrize("variant", [each for each in VARIANTS if "+kueue" in each])
+@pytest.mark.parametrize("variant", [each.format("kueue") for each in _QUEUED])
 def test_kueue_admits_the_head_and_every_host(variant: str) -> None:
     cluster, queue = ray_cluster(variant), ClusterQueue.of(variant)
     ray = pods_of((cluster,))
@@ -118,7 +120,7 @@ def test_a_host_more_than_the_quota_is_not_admitted() -> None:
         queue.admit(worker, 1)
 
 
-@pytest.mark.parametrize("variant", [each for each in VARIANTS if "+volcano" in each])
+@pytest.mark.parametrize("variant", [each.format("volcano") for each in _QUEUED])
 def test_the_volcano_queue_has_room_for_the_cluster(variant: str) -> None:
     cluster = ray_cluster(variant)
     (queue,) = of_kind(build(variant), "Queue")

@@ -61,9 +61,8 @@ def prepare_criteo(
     work = {
         "command": "prepare criteo",
         "version": _VERSION,
-        # What was read is the same whatever is done about lines that cannot be.
-        "options": options.model_dump(exclude={"on_bad_line", "max_bad_lines"}),
-        "files": [str(file) for file in files],
+        "options": options.model_dump(),
+        "files": {str(file): file.fingerprint() for file in files},
     }
     with (
         staged(
@@ -92,7 +91,7 @@ def prepare_criteo(
             counts=shuffle.bad.counts if options.on_bad_line == "skip" else {},
             bad_lines=tuple(shuffle.bad.shown),
             vocabularies={
-                name: staging.vocabulary(name, stored_vocabulary(own), runs.made_of)
+                name: staging.vocabulary(name, stored_vocabulary(own))
                 for name, own in known.items()
             },
         )
@@ -120,7 +119,7 @@ def _vocabularies(
                 max_values=options.max_ids,
             ).write_ipc(path)
 
-        path, _ = shuffle.staging.scratch(f"vocab/{name}.arrow", fit, runs.made_of)
+        path, _ = shuffle.staging.scratch(f"vocab/{name}.arrow", fit)
         known[name] = pl.read_ipc(path)
     return known
 

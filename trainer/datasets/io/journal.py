@@ -2,8 +2,7 @@
 
 A part is a file. It is written under another name, measured, renamed, and only then recorded in
 `journal.jsonl`, one line per part with size, sha256 and the facts found on the way. The journal's
-first line says what the work is (options, inputs, versions); other work starts anew. A part may say
-by itself what it is made of: it alone is done again where that has changed.
+first line says what the work is (options, inputs, versions); other work starts anew.
 """
 
 from __future__ import annotations
@@ -29,25 +28,19 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A finished part: `name` is its path in the working folder; `facts` are JSON values.
-
-    `made_of` is any text that changes with what the part was made of, beside the work itself.
-    """
+    """A finished part: `name` is its path in the working folder; `facts` are JSON values."""
 
     name: str
     size_bytes: int
     sha256: str
     facts: Facts
-    made_of: str = ""
 
 
-def make_part(
-    name: str, path: Path, make: Callable[[Path], Facts | None], made_of: str = ""
-) -> Part:
+def make_part(name: str, path: Path, make: Callable[[Path], Facts | None]) -> Part:
     """Let `make` write `path`, and measure it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = make(path) or {}
-    return Part(name, **vars(file_record(path)), facts=facts, made_of=made_of)
+    return Part(name, **vars(file_record(path)), facts=facts)
 
 
 class Journal:
@@ -62,8 +55,6 @@ class Journal:
         """
         self.folder = folder
         self._path = folder / JOURNAL_NAME
-        # The names that were asked for since it was opened: what else is recorded is stale.
-        self.used: set[str] = set()
         self._parts: dict[str, Part] = {}
         header = json.dumps(dict(work))
         text = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
@@ -81,23 +72,21 @@ class Journal:
         lines = [header, *(json.dumps(vars(part)) for part in self._parts.values())]
         write_whole(self._path, ("\n".join(lines) + "\n").encode())
 
-    def find(self, name: str, made_of: str = "") -> Part | None:
-        """The part of that name, if it was recorded and made of the same."""
-        self.used.add(name)
-        found = self._parts.get(name)
-        return found if found is not None and found.made_of == made_of else None
+    def find(self, name: str) -> Part | None:
+        """The part of that name, if it was recorded."""
+        return self._parts.get(name)
 
-    def part(self, name: str, make: Callable[[Path], Facts | None], made_of: str = "") -> Part:
+    def part(self, name: str, make: Callable[[Path], Facts | None]) -> Part:
         """The finished part `name`; `make` writes its file where it is not there and whole.
 
         `make` is given the path to write and returns facts to keep with the part.
         """
         path = self.folder / name
-        known = self.find(name, made_of)
+        known = self.find(name)
         if known and path.is_file() and file_record(path).sha256 == known.sha256:
             return known
         unfinished = path.with_name(f".{path.name}.unfinished")
-        part = make_part(name, unfinished, make, made_of)
+        part = make_part(name, unfinished, make)
         unfinished.rename(path)
         self.record(part)
         return part

@@ -5,15 +5,11 @@
     write    gather each bucket from all runs, shuffle it, encode it, append to Parquet
 
 A data set brings what parses lines and what encodes rows. Every finished file is recorded in a
-journal, so that a killed preparation resumes; the result is the same to the byte. A line that
-cannot be read ends it, and what was read before stays: once the file is mended, the same command
-reads that file's lines alone anew (all lines, if their number has changed, as each row's place
-depends on it).
+journal, so that a killed preparation resumes; the result is the same to the byte.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,13 +34,7 @@ from trainer.datasets.io.staging import (
     write_columns,
     write_partition,
 )
-from trainer.errors import (
-    BadValueError,
-    CorruptFileError,
-    DataError,
-    TooFewRowsError,
-    TooManyBadRowsError,
-)
+from trainer.errors import CorruptFileError, DataError, TooFewRowsError, TooManyBadRowsError
 from trainer.storage import Location
 
 _NUM_SHOWN = 5
@@ -146,14 +136,12 @@ def _num_buckets(num_rows: int, options: LineOptions) -> int:
 class Runs:
     """All runs of a preparation, in input order; rows are read from disk as they are asked for.
 
-    `offsets` [runs, buckets + 1] say where in each run the buckets begin; `made_of` changes with
-    what any of them was made of.
+    `offsets` [runs, buckets + 1] say where in each run the buckets begin.
     """
 
     paths: Sequence[Path]
     offsets: IntArray
     buckets: Buckets
-    made_of: str
 
     def training(self, column: str) -> Iterator[pl.Series]:
         """A column of the training rows, run by run."""
@@ -168,16 +156,6 @@ class Runs:
             return rows
         rng = np.random.default_rng([self.buckets.seed, 1, number])
         return rows[rng.permutation(len(rows))]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A stretch of a file's lines; `number` and `first_line` (from 0) count over all files."""
-
-    number: int
-    first_line: int
-    source: str
-    version: str
 
 
 # Rows of whole lines, with `line`, that of the block which a row is, from 0. The file and the
@@ -203,11 +181,10 @@ class LineShuffle:
 
     def scatter(self) -> Runs:
         """Count and read all files; raises a `DataError` that names file and line of a fault."""
-        versions = [f"{file} {file.fingerprint()}" for file in self.files]
-        lines = list(self._counted_lines(versions))
+        lines = list(self._counted_lines())
         buckets = _plan_buckets(lines, self.options, [str(file) for file in self.files])
         self.staging.check_space("runs", sum(lines) * self.row_bytes)
-        runs = self._read(buckets, lines, versions)
+        runs = self._read(buckets, lines)
         num_training = int(runs.offsets[:, buckets.training_buckets].sum())
         num_rows = int(runs.offsets[:, -1].sum())
         if not 0 < num_training < num_rows:
@@ -228,7 +205,6 @@ class LineShuffle:
                 self.staging.result(
                     f"{split}/part-{number:05d}.parquet",
                     partial(self._write_buckets, runs, own[start : start + each], schema, encode),
-                    runs.made_of,
                 )
                 for number, start in enumerate(starts)
             ]
@@ -251,7 +227,7 @@ class LineShuffle:
 
         return write_partition(path, schema, encoded(), size) | counts
 
-    def _counted_lines(self, versions: Sequence[str]) -> Iterator[int]:
+    def _counted_lines(self) -> Iterator[int]:
         tracked = self.progress.track(self.files, description="counting lines")
         for number, file in enumerate(tracked):
 
@@ -261,39 +237,24 @@ class LineShuffle:
                 path.write_text(f"{num_lines}\n", "utf-8")
                 return {"lines": num_lines}
 
-            _, facts = self.staging.scratch(f"lines/{number:05d}.txt", count, versions[number])
+            _, facts = self.staging.scratch(f"lines/{number:05d}.txt", count)
             yield facts["lines"]
 
-    def _read(self, buckets: Buckets, lines: Sequence[int], versions: Sequence[str]) -> Runs:
+    def _read(self, buckets: Buckets, lines: Sequence[int]) -> Runs:
         """Parse every file into runs; those of an earlier try are only skipped over."""
         task = self.progress.add_task("reading", total=sum(lines))
         paths: list[Path] = []
         offsets: list[list[int]] = []
-        # What each run was made of: what comes after is made of all of them.
-        origins: list[str] = []
         line = 0
-        for file, num_lines, version in zip(self.files, lines, versions, strict=True):
+        for file, num_lines in zip(self.files, lines, strict=True):
             blocks = read_blocks(file, self.options.block_bytes)
             bad = BadLines()
             while first := next(blocks, None):
                 taken = chain([first], islice(blocks, self.options.run_blocks - 1))
-                run = _Run(len(paths), line, str(file), version)
-                origins.append(f"{run} {buckets}")
-                make = partial(self._write_run, run, taken, buckets)
-                try:
-                    path, facts = self.staging.scratch(
-                        f"runs/{run.number:06d}.arrow", make, origins[-1]
-                    )
-                    bad.merge(facts["bad"])
-                    self._check_bad(run, num_lines, bad)
-                except (BadValueError, CorruptFileError, TooManyBadRowsError) as error:
-                    if run.number:
-                        error.add_note(
-                            f"What was read before stays in {self.staging.keep_work()}: mend the "
-                            "file and run the same command again, or leave such lines out with "
-                            "--on-bad-line skip"
-                        )
-                    raise
+                make = partial(self._write_run, len(paths), line, str(file), taken, buckets)
+                path, facts = self.staging.scratch(f"runs/{len(paths):06d}.arrow", make)
+                bad.merge(facts["bad"])
+                self._check_bad(file, num_lines, bad)
                 # Blocks of a run that is already there are still to be passed over.
                 deque(taken, maxlen=0)
                 line += facts["lines"]
@@ -308,21 +269,17 @@ class LineShuffle:
                 f"{file} changed while it was read: {line} lines so far, {sum(lines)} were counted "
                 "in all files; wait until it is written, then prepare again"
             )
-        made_of = hashlib.sha256("\n".join(origins).encode()).hexdigest()
-        return Runs(paths, np.array(offsets, dtype=np.int64), buckets, made_of)
+        return Runs(paths, np.array(offsets, dtype=np.int64), buckets)
 
-    def _check_bad(self, run: _Run, num_lines: int, bad: BadLines) -> None:
-        """Raise where more lines are left out than may be, be it by an earlier, laxer try.
+    def _check_bad(self, file: Location, num_lines: int, bad: BadLines) -> None:
+        """Raise where more lines are left out than may be; `bad` is of `file` of `num_lines`.
 
-        `bad` is of the file of the run, which has `num_lines`. A bound below 1 is a share of each
-        file's lines, another the number in all files. A file without a good line is refused
-        whatever the bound.
+        A bound below 1 is a share of each file's lines, another the number in all files. A file
+        without a good line is refused whatever the bound.
         """
         bound, others = self.options.max_bad_lines, self.bad.total
         if not bad.total:
             return
-        if self.options.on_bad_line == "fail":
-            raise CorruptFileError(bad.shown[0])
         if bad.total == num_lines:
             wanted = "not one can be read; is it of this data set?"
         elif bound < 1 and bad.total > bound * num_lines:
@@ -332,22 +289,29 @@ class LineShuffle:
         else:
             return
         raise TooManyBadRowsError(
-            f"{run.source}: {bad.total} of its {num_lines} lines are bad ({bad}), {wanted}. "
+            f"{file}: {bad.total} of its {num_lines} lines are bad ({bad}), {wanted}. "
             f"The first: {bad.shown[0]}"
         )
 
     def _write_run(
-        self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path
+        self,
+        number: int,
+        first_line: int,
+        source: str,
+        blocks: Iterable[LineBlock],
+        buckets: Buckets,
+        path: Path,
     ) -> Facts:
+        """Parse lines of `source`; `number` and `first_line` (from 0) count over all files."""
         parts = []
         bad, num_lines = BadLines(), 0
         for block in blocks:
             skipped = bad if self.options.on_bad_line == "skip" else None
-            rows = self.parse(block.lines, run.source, block.first_line, skipped)
+            rows = self.parse(block.lines, source, block.first_line, skipped)
             parts.append(rows.with_columns(pl.col("line") + num_lines))
             num_lines += block.num_lines
         rows = pl.concat(parts)
-        bucket = buckets.place(run.number, run.first_line + rows["line"].to_numpy())
+        bucket = buckets.place(number, first_line + rows["line"].to_numpy())
         ordered = rows.drop("line")[np.argsort(bucket, kind="stable")]
         write_columns(path, {column.name: column.to_arrow() for column in ordered})
         offsets = offsets_of(np.bincount(bucket, minlength=buckets.total)).tolist()

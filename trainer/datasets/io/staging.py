@@ -181,31 +181,23 @@ class Staging:
         self._overwrite = overwrite
         self._journal = journal
         self._is_begun = False
-        self.is_work_kept = False
 
-    def keep_work(self) -> str:
-        """Let finished parts stay though data are bad, for when they are mended; gives where."""
-        self.is_work_kept = True
-        return str(self._journal.folder)
-
-    def scratch(
-        self, name: str, make: Callable[[Path], Facts | None], made_of: str = ""
-    ) -> tuple[Path, Facts]:
+    def scratch(self, name: str, make: Callable[[Path], Facts | None]) -> tuple[Path, Facts]:
         """A working file by name and the facts found while `make` wrote it."""
-        part = self._journal.part(f"{_SCRATCH}/{name}", make, made_of)
+        part = self._journal.part(f"{_SCRATCH}/{name}", make)
         return self._journal.folder / part.name, part.facts
 
-    def result(self, name: str, make: Callable[[Path], Facts | None], made_of: str = "") -> Part:
+    def result(self, name: str, make: Callable[[Path], Facts | None]) -> Part:
         """A file of the prepared folder; an object store has it when this returns."""
         part_name, target = f"{_RESULT}/{name}", self._out / name
         if self._out.is_local:
-            return self._journal.part(part_name, make, made_of)
-        if known := self._journal.find(part_name, made_of):
+            return self._journal.part(part_name, make)
+        if known := self._journal.find(part_name):
             found = target.fingerprint()
             if found and found[0] == known.size_bytes:
                 return known
         path = self._journal.folder / part_name
-        part = make_part(part_name, path, make, made_of)
+        part = make_part(part_name, path, make)
         if not self._is_begun:
             # Before the first file of an older folder is replaced, its manifest must go; without it
             # nothing but this note says that the files that it names are ours.
@@ -218,7 +210,7 @@ class Staging:
         path.unlink()
         return part
 
-    def vocabulary(self, name: str, frame: pl.DataFrame, made_of: str = "") -> VocabularyEntry:
+    def vocabulary(self, name: str, frame: pl.DataFrame) -> VocabularyEntry:
         """Write a vocabulary, one row for each value; gives it as the manifest names it."""
 
         def write(path: Path) -> None:
@@ -227,7 +219,7 @@ class Staging:
             frame.write_parquet(content)
             path.write_bytes(content.getbuffer())
 
-        part = self.result(f"vocab/{name}.parquet", write, made_of)
+        part = self.result(f"vocab/{name}.parquet", write)
         return VocabularyEntry(**_stored(part), num_values=len(frame))
 
     def check_space(self, name: str, num_bytes: int) -> None:
@@ -249,18 +241,12 @@ class Staging:
         """Write the manifest, which is returned, and let the folder take its name."""
         folder = self._journal.folder / _RESULT
         write_manifest(folder, manifest)
-        wanted = {part.removeprefix(f"{_RESULT}/") for part in self._journal.used}
         if self._out.is_local:
-            # Results of an earlier try, which the input that was mended since has no more.
-            for path in [path for path in folder.rglob("*") if path.is_file()]:
-                if path.relative_to(folder).as_posix() not in wanted | {MANIFEST_NAME}:
-                    path.unlink()
-            # Somebody may have made it meanwhile; the work waits until it is free again.
-            self.keep_work()
+            # Somebody may have made it meanwhile.
             _check_free(self._out, frozenset(), overwrite=self._overwrite)
             _take_name(folder, self._out.local_path)
             return manifest
-        stale = _uploads_in(self._journal.folder) - wanted
+        stale = _uploads_in(self._journal.folder) - {file.path for file in manifest.files}
         for file in self._out.list(recursive=True):
             if file.relative_to(self._out) in stale:
                 file.delete()
@@ -301,10 +287,10 @@ def staged(
     """Yield the `Staging` of the folder `out`; `work` (JSON values) says what it will hold.
 
     A run that was killed left its finished parts: the same work goes on from there, other work
-    starts anew. Bad data leaves nothing behind, unless `keep_work` was called. An existing `out` is
-    replaced only with `overwrite`, and only if it is ours; it must not hold any of `sources`.
-    Working files lie in a folder of their own, inside `work_folder` if one is named. Raises
-    `OutputExistsError`, also where another process is preparing the same folder.
+    starts anew. Bad data leaves nothing behind. An existing `out` is replaced only with
+    `overwrite`, and only if it is ours; it must not hold any of `sources`. Working files lie in a
+    folder of their own, inside `work_folder` if one is named. Raises `OutputExistsError`, also
+    where another process is preparing the same folder.
     """
     out = _without_links(out)
     for source in map(_without_links, sources):
@@ -328,9 +314,12 @@ def staged(
             # The network's fault, not the data's.
             error.add_note("What is done stays: run the same command again, and it goes on")
             raise
+        except OutputExistsError:
+            # The work waits until the place is free again.
+            raise
         except DataError:
             # What was uploaded must still be known as ours.
-            if not staging.is_work_kept and not _uploads_in(folder):
+            if not _uploads_in(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)

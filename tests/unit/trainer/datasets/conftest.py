@@ -20,8 +20,8 @@ def before_parts() -> Callable[[Hear], AbstractContextManager[None]]:
     def told(hear: Hear):
         real = Journal.part
 
-        def part(journal, name, make, made_of=""):
-            return real(journal, name, lambda path: hear(name) or make(path), made_of)
+        def part(journal, name, make):
+            return real(journal, name, lambda path: hear(name) or make(path))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "part", part)

@@ -36,6 +36,7 @@ app.add_typer(prepare_app, name="prepare")
 app.add_typer(generate_app, name="generate")
 EXIT_BAD_DATA = 2
 _MANY_VOCABULARIES = 8
+_WIDEST = 1000
 Out = Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL to write.")]
 OutFolder = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")]
 WorkDir = Annotated[
@@ -263,7 +264,8 @@ def _show(report: DataReport) -> None:
     )
     from trainer.datasets.inspect import columns_table
 
-    console.print(columns_table(report, console))
+    # One line a column, however narrow the terminal is.
+    Console(width=_WIDEST).print(columns_table(report))
     if data.text and data.text.command:
         console.print(
             f"[dim]`{data.text.command} {escape(data.title)} OUT` makes it ready to train on.[/]",

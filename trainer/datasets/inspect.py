@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
 from trainer.data.manifest import Manifest
@@ -275,38 +273,28 @@ def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: Non
     return DataReport(data, num_rows, columns, suggest(columns, data.manifest))
 
 
-_BAR_WIDTH = 8
 _MANY_NULLS = 0.5
-_RIGHT = ("distinct", "nulls", "range", "Zipf")
+_RIGHT = ("distinct", "nulls", "range", "top 1%", "Zipf")
 
 
-def columns_table(report: DataReport, console: Console) -> Table:
-    """One row per column; without some of its columns where they would not fit the terminal."""
-    wide = _table(report, is_wide=True)
-    needed = Measurement.get(console, console.options.update(max_width=1000), wide).maximum
-    return wide if needed <= console.width else _table(report, is_wide=False)
-
-
-def _table(report: DataReport, *, is_wide: bool) -> Table:
-    roles = _roles(report, is_wide=is_wide)
+def columns_table(report: DataReport) -> Table:
+    """One row per column of the data."""
+    roles = _roles(report)
     rows = [
-        _cells(column, is_wide=is_wide) | {"suggested": roles.get(column.name, "[dim]left out[/]")}
+        _cells(column) | {"suggested": roles.get(column.name, "[dim]left out[/]")}
         for column in report.columns
     ]
-    hidden = set() if is_wide else {"range", "Zipf", "lists"}
-    if not any(column.lists for column in report.columns):
-        hidden.add("lists")
-    gap = (0, 2 if is_wide else 1, 0, 0)
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=gap)
-    shown = [name for name in rows[0] if name not in hidden]
+    has_lists = any(column.lists for column in report.columns)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    shown = [name for name in rows[0] if has_lists or name != "lists"]
     for name in shown:
-        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name in _RIGHT else "left")
     for cells in rows:
         table.add_row(*(cells[name] for name in shown))
     return table
 
 
-def _cells(column: ColumnReport, *, is_wide: bool) -> dict[str, str]:
+def _cells(column: ColumnReport) -> dict[str, str]:
     about = "~" if column.is_estimate else ""
     is_id = column.kind in ("integer", "text")
     zipf = "" if column.zipf_exponent is None else f"{column.zipf_exponent:.2f}"
@@ -322,7 +310,7 @@ def _cells(column: ColumnReport, *, is_wide: bool) -> dict[str, str]:
         "distinct": f"{about}{column.num_distinct:,}",
         "nulls": _nulls(column),
         "range": bounds,
-        "top 1%": _share(column.top_share, has_bar=is_wide) if is_id else "",
+        "top 1%": "" if not is_id or column.top_share is None else f"{column.top_share:.0%}",
         "Zipf": zipf if is_id else "",
         "lists": lengths,
     }
@@ -340,15 +328,7 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _share(share: float | None, *, has_bar: bool) -> str:
-    if share is None:
-        return ""
-    filled = round(share * _BAR_WIDTH)
-    bar = "█" * filled + f"[dim]{'░' * (_BAR_WIDTH - filled)}[/] "
-    return f"{bar if has_bar else ''}{share:4.0%}"
-
-
-def _roles(report: DataReport, *, is_wide: bool) -> dict[str, str]:
+def _roles(report: DataReport) -> dict[str, str]:
     """What each column is suggested as, in a few words."""
     suggestion = report.suggestion
     tables = {table["name"]: table for table in suggestion.embedding_tables}
@@ -360,7 +340,6 @@ def _roles(report: DataReport, *, is_wide: bool) -> dict[str, str]:
         words += ["hashed"] if "hashing" in feature else []
         if (table := tables.get(feature.get("table", ""))) is not None:
             rows = vocabularies.get(feature["name"], table["num_embeddings"])
-            size = f"{rows:,} x {table['embedding_dim']}"
-            words.append(f"table {size}" if is_wide else size)
+            words.append(f"table {rows:,} x {table['embedding_dim']}")
         roles[feature["name"]] = ", ".join(words)
     return roles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import shutil
 from decimal import Decimal
 from pathlib import Path
@@ -315,6 +316,9 @@ def test_the_command_shows_tables_json_and_a_spec(clicks, tmp_path):
     assert shown.exit_code == 0
     for text in ("4,000 rows in 2 files", "separated by tabs", "label (bce)", "prepare criteo"):
         assert text in shown.stdout
+    narrow = RUNNER.invoke(app, ["inspect", str(clicks[0])], env={"COLUMNS": "60"})
+    (line,) = (line for line in narrow.stdout.splitlines() if line.startswith("cat_2 "))
+    assert re.search(r"text +[\d,]+ +\d\d?\.\d% +\d\d% +\d\.\d\d +id, hashed, table", line)
     document = json.loads(invoke(clicks[1], "--json").stdout)[0]
     assert document["num_rows"] == 3600
     assert document["suggested"]["label"] == "label"

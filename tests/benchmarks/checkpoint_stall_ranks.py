@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.benchmarks.sparse_sync_ranks import Training, slowest_s
 from tests.benchmarks.workload import Workload
+from trainer.checkpoint.files import RowOrder
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.protocol.events import Event, Metrics
@@ -43,7 +44,10 @@ class SavingRun:
         self._every = sync_every_steps
         self._said: list[Event] = []
         config = WorkerConfig(self._training.spec, run_dir, "bench-a0", 0)
-        self._checkpoints = CheckpointManager(config, self._training.groups, self._said.append)
+        row_order = RowOrder(0, "")
+        self._checkpoints = CheckpointManager(
+            config, self._training.groups, self._said.append, row_order
+        )
         self._step = 0
 
     def block(self, num_steps: int, *, saves: bool) -> float:

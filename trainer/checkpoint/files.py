@@ -194,11 +194,10 @@ class Commit:
 
     `step`, `epoch` and `row` are the position after the last trained step; `rows_trained` counts
     all rows ever trained; `best` is the validation value of the best checkpoint, and `plateau` what
-    early stopping has seen. `moment_scale` is c of the run that wrote it (None: an early version,
-    which did not say). `commit` counts the committed syncs where groups are failure domains, and
-    `open_epochs` has the rows done of each epoch that is not complete (empty: those before `row`
-    of `epoch`). `row_order` says what rows those numbers stand for (None: an early version), and
-    `tuning` what the sync interval is, where it is tuned.
+    early stopping has seen. `moment_scale` is c of the run that wrote it. `commit` counts the
+    committed syncs where groups are failure domains, and `open_epochs` has the rows done of each
+    epoch that is not complete (empty: those before `row` of `epoch`). `row_order` says what rows
+    those numbers stand for, and `tuning` what the sync interval is, where it is tuned.
     """
 
     # A NaN metric comes back as NaN.
@@ -212,16 +211,16 @@ class Commit:
     shard_group_size: int
     placement: str
     time: float
+    moment_scale: float
+    row_order: RowOrder
     is_best: bool = False
     best: float | None = None
     plateau: EarlyStoppingState | None = None
-    moment_scale: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     commit: int = 0
     rows_skipped: int = 0
     open_epochs: tuple[EpochRows, ...] = ()
-    row_order: RowOrder | None = None
     tuning: TunerState | None = None
 
     @property
@@ -244,11 +243,10 @@ def read_commit(folder: Folder) -> Commit | None:
         document = json.loads(content)
         if not isinstance(document, dict):
             raise ValueError("it is no JSON object")
-        # Early versions wrote no checksum. What a newer one adds to it is left out.
-        checksum = document.pop(_CHECKSUM, None)
-        if checksum not in (None, _checksum(document)):
+        if document.pop(_CHECKSUM, None) != _checksum(document):
             raise ValueError("its checksum is wrong")
-        return _COMMIT.validate_python(document, extra="ignore" if checksum else "forbid")
+        # What a newer version adds is left out.
+        return _COMMIT.validate_python(document, extra="ignore")
     except ValueError as error:
         logger.warning("checkpoint marker in %s is damaged and ignored: %s", folder, error)
         return None

@@ -147,7 +147,7 @@ class CheckpointManager:
         config: WorkerConfig,
         groups: MeshGroups,
         emit: Callable[[events.Event], None],
-        row_order: RowOrder | None = None,
+        row_order: RowOrder,
     ) -> None:
         self._config = config
         self._row_order = row_order
@@ -410,13 +410,13 @@ def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:
     some would be trained twice and some never. Between epochs other rows harm nobody.
     """
     state, written = state_of(commit), commit.row_order
-    if written is not None and written.encodings not in (None, row_order.encodings):
+    if written.encodings not in (None, row_order.encodings):
         raise CheckpointMismatch(
             "the training data was prepared anew, with other vocabularies or hashes, since the "
             f"checkpoint at step {commit.step}: its ids stand for other values than the rows of "
             "the tables. Put the data back as it was, or submit a new job"
         )
-    if written is None or written.digest == row_order.digest:
+    if written.digest == row_order.digest:
         return state
     start = step_start(state.position, BatchShape(written.num_rows, 1, 1))
     if start.row or start.done or start.later:

@@ -161,8 +161,7 @@ def warm_start(
 
 def _rescale_moments(spec: JobSpec, optimizers: Optimizers, found: CommittedCheckpoint) -> None:
     # Moments that were not loaded are zero.
-    written_scale = found.commit.moment_scale or spec.moment_scale
-    optimizers.rescale_moments(spec.moment_scale / written_scale)
+    optimizers.rescale_moments(spec.moment_scale / found.commit.moment_scale)
 
 
 def find_source(

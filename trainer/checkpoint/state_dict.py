@@ -156,9 +156,7 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
 def load_packed(
     folder: Folder, key: str, group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
-    """What `pack` made of the tensors at `key`; none where an early version saved. Collective."""
-    if key not in _stored(folder, group):
-        return {}
+    """What `pack` made of the tensors at `key`. Collective."""
     state: dict[str, Any] = {key: b""}
     save_load.load(folder, state, group)
     try:

@@ -290,11 +290,11 @@ def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
 
 def _check_encodings(spec: JobSpec, found: CommittedCheckpoint) -> None:
     """Raise `ExportError` where the ids of the data stand for other values than at the save."""
-    order = found.commit.row_order
+    encodings = found.commit.row_order.encodings
     with contextlib.suppress(DataError):  # data that is away is told of in the report
-        if order is None or not Location.parse(spec.data.path).is_dir():
+        if not Location.parse(spec.data.path).is_dir():
             return
-        if order.encodings not in (None, encodings_digest(spec)):
+        if encodings not in (None, encodings_digest(spec)):
             raise ExportError(
                 f"{spec.data.path} was prepared anew, with other vocabularies or hashes, since "
                 f"{found.path.name} was saved: its ids stand for other values than the rows of the "

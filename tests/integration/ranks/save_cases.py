@@ -30,7 +30,7 @@ from tests.integration.ranks.checkpoint_cases import (
 )
 from trainer import fault_injection
 from trainer.checkpoint import manager
-from trainer.checkpoint.files import list_committed
+from trainer.checkpoint.files import RowOrder, list_committed
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.save_load import newest_intact
 from trainer.checkpoint.state_dict import state_to_save
@@ -46,6 +46,7 @@ from trainer.storage import Location
 from trainer.training import worker
 
 SLOW_S = scaled(0.5)
+ROW_ORDER = RowOrder(100, "a digest")
 
 
 def config_of(sharding: Sharding, run_dir: Path, **checkpoint: Any) -> WorkerConfig:
@@ -71,7 +72,7 @@ class Saver:
         groups = build_groups(layout, rank_device(), timeout_s=scaled(30), host="host")
         config = config_of(Sharding(size, size, ("row_wise",)), run_dir, **checkpoint)
         said: list[events.Event] = []
-        return cls(CheckpointManager(config, groups, said.append), said, groups)
+        return cls(CheckpointManager(config, groups, said.append, ROW_ORDER), said, groups)
 
     def save(self, step: int, is_last: bool = False) -> None:
         """One save of a tensor that every rank has."""
@@ -101,7 +102,7 @@ def save_while_training(sharding: Sharding, run_dir: Path) -> dict[str, Any]:
     config = config_of(sharding, run_dir)
     model, optimizers = build(sharding, config.spec)
     said: list[events.Event] = []
-    checkpoints = CheckpointManager(config, model.groups, said.append)
+    checkpoints = CheckpointManager(config, model.groups, said.append, ROW_ORDER)
     _arm({"kind": "slow", "rank": 1, "step": 2, "arg": SLOW_S})
     train(model, optimizers, config.spec, steps=[1, 2])
     at_save = held(model, optimizers)
@@ -314,7 +315,7 @@ def start_on_unlike_mounts(folder: Path) -> tuple[WorkerFailure, WorkerFailure, 
         sites = tuple(replace(s, host=f"host-{s.rank}") for s in saver.groups.sites)
         config = config_of(Sharding(size, size, ("row_wise",)), Path("run"))
         groups = replace(saver.groups, sites=sites)
-        looking = CheckpointManager(config, groups, saver.said.append)
+        looking = CheckpointManager(config, groups, saver.said.append, ROW_ORDER)
         lone = _failure_of(looking.newest)
         with contextlib.chdir(folder / f"host-{rank % (size - 1)}"):
             few = _failure_of(looking.newest)
@@ -348,5 +349,5 @@ def sweep_beside_another_group(run_dir: Path) -> list[str]:
         (folder / name).mkdir(parents=True, exist_ok=True)
     config = config_of(Sharding(1, 1, ("row_wise",)), run_dir)
     config = replace(config, group=GroupConfig(1, 1, actor_name=""))
-    CheckpointManager(config, saver.groups, saver.said.append).newest()
+    CheckpointManager(config, saver.groups, saver.said.append, ROW_ORDER).newest()
     return sorted(path.name for path in folder.iterdir())

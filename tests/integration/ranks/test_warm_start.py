@@ -24,7 +24,7 @@ from tests.integration.ranks.checkpoint_cases import (
     whole_tables,
 )
 from trainer.checkpoint import save_load
-from trainer.checkpoint.files import Commit, write_marker
+from trainer.checkpoint.files import Commit, RowOrder, write_marker
 from trainer.checkpoint.resume import warm_start
 from trainer.checkpoint.state_dict import METERS, load_packed
 from trainer.protocol.run_dir import file_record
@@ -47,9 +47,9 @@ def commit(folder: Path) -> None:
     """Put a marker for the files that are in `folder`."""
     if torch.distributed.get_rank() == 0:
         files = {path.name: file_record(path) for path in folder.iterdir()}
-        write_marker(
-            folder, Commit(3, 0, 96, 96, 2, 2, "intra_host", 0.0, moment_scale=1.0, files=files)
-        )
+        row_order = RowOrder(96, "a digest")
+        place = Commit(3, 0, 96, 96, 2, 2, "intra_host", 0.0, 1.0, row_order, files=files)
+        write_marker(folder, place)
     torch.distributed.barrier()
 
 

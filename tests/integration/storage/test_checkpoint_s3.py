@@ -31,6 +31,7 @@ from tests.integration.ranks.checkpoint_cases import (
     whole_tables,
 )
 from tests.integration.ranks.save_cases import (
+    ROW_ORDER,
     Saver,
     config_of,
     open_unwritable,
@@ -65,7 +66,7 @@ def train_save_and_load(
     config = config_of(sharding, run_dir, path=path)
     model, optimizers = build(sharding, config.spec)
     said: list[events.Event] = []
-    checkpoints = CheckpointManager(config, model.groups, said.append)
+    checkpoints = CheckpointManager(config, model.groups, said.append, ROW_ORDER)
     checkpoints.newest()
     train(model, optimizers, config.spec, steps=[1, 2])
     at_save = held(model, optimizers)

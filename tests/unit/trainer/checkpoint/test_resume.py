@@ -40,7 +40,7 @@ CHANGED = RowOrder(110, "another")
 
 def commit(epoch: int, row: int, **more: object) -> Commit:
     """A marker of a run that stands at `row` of `epoch`, of 90 rows."""
-    place = Commit(5, epoch, row, 90 * epoch + row, 2, 1, "intra_host", 0.0, row_order=WRITTEN)
+    place = Commit(5, epoch, row, 90 * epoch + row, 2, 1, "intra_host", 0.0, 2.0, WRITTEN)
     return replace(place, **more)
 
 
@@ -66,9 +66,6 @@ def test_half_an_epoch_of_other_rows_is_refused(inside: Commit) -> None:
 def test_between_epochs_other_rows_are_taken_from_their_start() -> None:
     for between in (commit(0, 90), commit(1, 0)):
         assert resumed_state(between, CHANGED).position == DataPosition(epoch=1)
-    # An early marker that does not say is believed.
-    early = commit(0, 50, row_order=None)
-    assert resumed_state(early, CHANGED) == state_of(early)
 
 
 def test_ids_that_stand_for_other_values_are_refused_between_epochs_too() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from trainer.checkpoint.files import Commit, write_marker
+from trainer.checkpoint.files import Commit, RowOrder, write_marker
 from trainer.export.load import materialize
 from trainer.models.networks import build_model
 from trainer.protocol.run_dir import RunDir, file_record
@@ -121,8 +121,8 @@ def write_checkpoint(run_dir: RunDir, spec: JobSpec, step: int) -> Path:
     state = {f"model.{name}": each.to(kinds[name]) for name, each in weights}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     files = {path.name: file_record(path) for path in folder.iterdir()}
-    place = {"world_size": 1, "shard_group_size": 1, "placement": "intra_host"}
-    commit = Commit(step, 0, 0, step, time=float(step), files=files, **place)
+    order = RowOrder(90, "")
+    commit = Commit(step, 0, 0, step, 1, 1, "intra_host", float(step), 1.0, order, files=files)
     write_marker(folder, commit)
     return folder
 

@@ -1,16 +1,13 @@
 """Criteo files to a prepared Parquet folder, in bounded memory.
 
-    scatter  parse, transform counts, scatter rows over buckets (`io/shuffle.py`)
-    fit      count the training rows' ids, keep the frequent ones (not with hashing)
-    write    gather and shuffle each bucket, encode its ids, append to Parquet
-
-Until it is done the disk needs 164 bytes a row besides the result.
+Rows are scattered over buckets, the ids of the training rows counted and the frequent ones kept
+(not with hashing), then buckets are written (`shuffle.py`). Until it is done the disk needs 164
+bytes a row besides the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import polars as pl
@@ -19,26 +16,22 @@ from trainer.data.manifest import Manifest
 from trainer.data.transforms import HashEncoder, VocabularyEncoder
 from trainer.datasets.criteo.encode import (
     COLUMN_TYPES,
-    SCHEMA,
     IdEncoder,
-    encode_rows,
     entropy,
     frequent_values,
     ids_of,
     stored_vocabulary,
-    with_dense,
 )
 from trainer.datasets.criteo.options import CriteoOptions
-from trainer.datasets.criteo.reader import ID_NAMES, parse_lines
+from trainer.datasets.criteo.reader import ID_NAMES
+from trainer.datasets.criteo.shuffle import LineShuffle, Runs
 from trainer.datasets.io.journal import Part, progress_bars
-from trainer.datasets.io.shuffle import BadLines, LineShuffle, Runs
 from trainer.datasets.io.sources import check_distinct, find_sources
 from trainer.datasets.io.staging import split_entry, staged
 from trainer.storage import Location
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
 _VERSION = 5
-_WORK_BYTES_PER_ROW = 164
 
 
 def prepare_criteo(
@@ -70,8 +63,7 @@ def prepare_criteo(
         ) as staging,
         progress_bars() as progress,
     ):
-        parse = partial(_parse, options)
-        shuffle = LineShuffle(files, options, staging, progress, parse, _WORK_BYTES_PER_ROW)
+        shuffle = LineShuffle(files, options, staging, progress)
         runs = shuffle.scatter()
         known = {} if options.ids == "hashing" else _vocabularies(shuffle, options, runs)
         encoders: dict[str, IdEncoder] = {
@@ -80,7 +72,7 @@ def prepare_criteo(
             else HashEncoder(options.num_hash_buckets, options.seed)
             for name in ID_NAMES
         }
-        parts = shuffle.write(runs, SCHEMA, partial(encode_rows, encoders))
+        parts = shuffle.write(runs, encoders)
         manifest = Manifest(
             source="criteo",
             splits={name: split_entry(found) for name, found in parts.items()},
@@ -96,13 +88,6 @@ def prepare_criteo(
             },
         )
         return staging.publish(manifest)
-
-
-def _parse(
-    options: CriteoOptions, block: bytes, source: str, first_line: int, bad: BadLines | None
-) -> pl.DataFrame:
-    rows = parse_lines(block, source, first_line, bad)
-    return with_dense(rows, keep_sign=options.negatives == "keep_sign")
 
 
 def _vocabularies(

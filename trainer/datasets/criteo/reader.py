@@ -10,12 +10,14 @@ from __future__ import annotations
 import codecs
 import io
 import re
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
 
-from trainer.datasets.io.shuffle import BadLines
 from trainer.errors import BadValueError, CorruptFileError, DataError
 
 Value = TypeVar("Value")
@@ -108,6 +110,40 @@ def _column_fault(text: str, num_cells: int) -> str:
         if len(text.split(delimiter)) == NUM_COLUMNS:
             return f"{wanted}; it is separated by {name}: replace them by tabs"
     return f"{wanted}; was the file cut or edited?"
+
+
+_NUM_SHOWN = 5
+
+
+@dataclass
+class BadLines:
+    """Skipped lines: how many of each kind of fault, and the first few in words; JSON values."""
+
+    num_of_kind: Counter[str] = field(default_factory=Counter)
+    shown: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return self.num_of_kind.total()
+
+    def add(self, kind: str, error: DataError) -> None:
+        self.num_of_kind[kind] += 1
+        if len(self.shown) < _NUM_SHOWN:
+            self.shown.append(str(error))
+
+    def merge(self, later: Mapping[str, Any]) -> None:
+        """Count what `vars` gives of later lines."""
+        self.num_of_kind.update(later["num_of_kind"])
+        self.shown = [*self.shown, *later["shown"]][:_NUM_SHOWN]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the manifest says of them."""
+        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.num_of_kind.items())}
+        return {"bad_lines": self.total, **kinds}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_of_kind.items()))
 
 
 def parse_lines(

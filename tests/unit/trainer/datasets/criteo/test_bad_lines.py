@@ -16,8 +16,7 @@ from tests.unit.trainer.datasets.criteo.test_prepare import FAULTS, SMALL, line,
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.cli import app
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
-from trainer.datasets.criteo.reader import parse_lines
-from trainer.datasets.io.shuffle import BadLines
+from trainer.datasets.criteo.reader import BadLines, parse_lines
 from trainer.errors import BadValueError, TooFewRowsError, TooManyBadRowsError
 
 OPTIONS = CriteoOptions(min_count=3, num_partitions=4, on_bad_line="skip", **SMALL)

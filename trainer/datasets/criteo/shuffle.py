@@ -1,22 +1,21 @@
-"""Files of lines to Parquet in random order, in bounded memory.
+"""Files of clicks to Parquet in random order, in bounded memory.
 
     count    lines of every file, which say where validation begins and how many buckets there are
-    scatter  parse lines, scatter their rows over buckets at random: runs on disk
-    write    gather each bucket from all runs, shuffle it, encode it, append to Parquet
+    scatter  parse lines, transform counts, scatter rows over buckets at random: runs on disk
+    write    gather each bucket from all runs, shuffle it, encode its ids, append to Parquet
 
-A data set brings what parses lines and what encodes rows. Every finished file is recorded in a
-journal, so that a killed preparation resumes; the result is the same to the byte.
+Every finished file is recorded in a journal, so that a killed preparation resumes; the result is
+the same to the byte.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -24,9 +23,11 @@ import pyarrow as pa
 from rich.progress import Progress
 
 from trainer.data.ragged import IntArray, offsets_of
+from trainer.datasets.criteo.encode import SCHEMA, IdEncoder, encode_rows, with_dense
+from trainer.datasets.criteo.options import CriteoOptions
+from trainer.datasets.criteo.reader import BadLines, parse_lines
 from trainer.datasets.io.csv_reader import LineBlock, read_blocks
 from trainer.datasets.io.journal import Facts, Part
-from trainer.datasets.io.options import LineOptions
 from trainer.datasets.io.staging import (
     Staging,
     gather_rows,
@@ -34,41 +35,8 @@ from trainer.datasets.io.staging import (
     write_columns,
     write_partition,
 )
-from trainer.errors import CorruptFileError, DataError, TooFewRowsError, TooManyBadRowsError
+from trainer.errors import CorruptFileError, TooFewRowsError, TooManyBadRowsError
 from trainer.storage import Location
-
-_NUM_SHOWN = 5
-
-
-@dataclass
-class BadLines:
-    """Skipped lines: how many of each kind of fault, and the first few in words; JSON values."""
-
-    num_of_kind: Counter[str] = field(default_factory=Counter)
-    shown: list[str] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        return self.num_of_kind.total()
-
-    def add(self, kind: str, error: DataError) -> None:
-        self.num_of_kind[kind] += 1
-        if len(self.shown) < _NUM_SHOWN:
-            self.shown.append(str(error))
-
-    def merge(self, later: Mapping[str, Any]) -> None:
-        """Count what `vars` gives of later lines."""
-        self.num_of_kind.update(later["num_of_kind"])
-        self.shown = [*self.shown, *later["shown"]][:_NUM_SHOWN]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What the manifest says of them."""
-        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.num_of_kind.items())}
-        return {"bad_lines": self.total, **kinds}
-
-    def __str__(self) -> str:
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_of_kind.items()))
 
 
 @dataclass(frozen=True)
@@ -97,7 +65,7 @@ class Buckets:
         return np.where(line < self.num_training, drawn, self.training_buckets + later)
 
 
-def _plan_buckets(lines: Sequence[int], options: LineOptions, names: Sequence[str]) -> Buckets:
+def _plan_buckets(lines: Sequence[int], options: CriteoOptions, names: Sequence[str]) -> Buckets:
     """Where validation begins and how many buckets there are, from the files' numbers of lines.
 
     Every partition has the same number of buckets. Raises `TooFewRowsError`.
@@ -126,7 +94,7 @@ def _plan_buckets(lines: Sequence[int], options: LineOptions, names: Sequence[st
     )
 
 
-def _num_buckets(num_rows: int, options: LineOptions) -> int:
+def _num_buckets(num_rows: int, options: CriteoOptions) -> int:
     """Files are no smaller than a row group and of equally many buckets, none of them too large."""
     num_parts = min(options.num_partitions, max(1, num_rows // options.row_group_rows))
     return num_parts * -(-num_rows // (num_parts * options.bucket_rows))
@@ -158,32 +126,25 @@ class Runs:
         return rows[rng.permutation(len(rows))]
 
 
-# Rows of whole lines, with `line`, that of the block which a row is, from 0. The file and the
-# number of the first line (from 1) name lines in errors. Lines at fault are counted; without a
-# place to count them the first raises `BadValueError` or `CorruptFileError`.
-Parse = Callable[[bytes, str, int, BadLines | None], pl.DataFrame]
-# Rows as they are stored, and numbers that are added up into the facts of their file.
-Encode = Callable[[pl.DataFrame], tuple[pa.Table, Mapping[str, int]]]
+_RUN_BYTES_PER_ROW = 164
 _ENCODED_ROWS = 131_072
 
 
 @dataclass(frozen=True)
 class LineShuffle:
-    """The steps, each in parts of `staging`. `row_bytes` are those of a row in a run."""
+    """The steps, each in parts of `staging`."""
 
     files: Sequence[Location]
-    options: LineOptions
+    options: CriteoOptions
     staging: Staging
     progress: Progress
-    parse: Parse
-    row_bytes: int
     bad: BadLines = field(default_factory=BadLines)
 
     def scatter(self) -> Runs:
         """Count and read all files; raises a `DataError` that names file and line of a fault."""
         lines = list(self._counted_lines())
         buckets = _plan_buckets(lines, self.options, [str(file) for file in self.files])
-        self.staging.check_space("runs", sum(lines) * self.row_bytes)
+        self.staging.check_space("runs", sum(lines) * _RUN_BYTES_PER_ROW)
         runs = self._read(buckets, lines)
         num_training = int(runs.offsets[:, buckets.training_buckets].sum())
         num_rows = int(runs.offsets[:, -1].sum())
@@ -194,7 +155,7 @@ class LineShuffle:
             )
         return runs
 
-    def write(self, runs: Runs, schema: pa.Schema, encode: Encode) -> dict[str, list[Part]]:
+    def write(self, runs: Runs, encoders: Mapping[str, IdEncoder]) -> dict[str, list[Part]]:
         """The partitions of each split, of equally many buckets."""
         first, total = runs.buckets.training_buckets, runs.buckets.total
         parts: dict[str, list[Part]] = {}
@@ -204,14 +165,14 @@ class LineShuffle:
             parts[split] = [
                 self.staging.result(
                     f"{split}/part-{number:05d}.parquet",
-                    partial(self._write_buckets, runs, own[start : start + each], schema, encode),
+                    partial(self._write_buckets, runs, own[start : start + each], encoders),
                 )
                 for number, start in enumerate(starts)
             ]
         return parts
 
     def _write_buckets(
-        self, runs: Runs, buckets: range, schema: pa.Schema, encode: Encode, path: Path
+        self, runs: Runs, buckets: range, encoders: Mapping[str, IdEncoder], path: Path
     ) -> Facts:
         """Memory is that of one bucket twice. Row groups are full, but for the last of a bucket."""
         counts: Counter[str] = Counter()
@@ -221,11 +182,11 @@ class LineShuffle:
         def encoded() -> Iterator[pa.Table]:
             for number in buckets:
                 for rows in runs.bucket(number).iter_slices(step):
-                    table, found = encode(rows)
+                    table, found = encode_rows(encoders, rows)
                     counts.update(found)
                     yield table
 
-        return write_partition(path, schema, encoded(), size) | counts
+        return write_partition(path, SCHEMA, encoded(), size) | counts
 
     def _counted_lines(self) -> Iterator[int]:
         tracked = self.progress.track(self.files, description="counting lines")
@@ -307,7 +268,8 @@ class LineShuffle:
         bad, num_lines = BadLines(), 0
         for block in blocks:
             skipped = bad if self.options.on_bad_line == "skip" else None
-            rows = self.parse(block.lines, source, block.first_line, skipped)
+            rows = parse_lines(block.lines, source, block.first_line, skipped)
+            rows = with_dense(rows, keep_sign=self.options.negatives == "keep_sign")
             parts.append(rows.with_columns(pl.col("line") + num_lines))
             num_lines += block.num_lines
         rows = pl.concat(parts)

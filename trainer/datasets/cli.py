@@ -308,9 +308,9 @@ def generate_movielens_command(
     from trainer.datasets.movielens.synthetic import generate_movielens
 
     with data_errors_shown():
-        score = generate_movielens(out, num_ratings=ratings, seed=seed, overwrite=overwrite)
+        rmse = generate_movielens(out, num_ratings=ratings, seed=seed, overwrite=overwrite)
     Console().print(
         f"{ratings} generated ratings in {escape(out)}; no predictor can have an RMSE below "
-        f"{score.irreducible_rmse:.4f} (teacher.json)",
+        f"{rmse:.4f} (teacher.json)",
         soft_wrap=True,
     )

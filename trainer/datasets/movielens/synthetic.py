@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ import polars as pl
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray, offsets_of
-from trainer.data.transforms import Moments
 from trainer.datasets.io.journal import Advance, progress_bars
 from trainer.datasets.io.staging import staged_folder
 from trainer.datasets.movielens.source import cut_users
@@ -43,41 +42,19 @@ def observed_stars(rng: np.random.Generator, expected: FloatArray) -> FloatArray
     return np.clip(np.round(noisy * 2) / 2, 0.5, 5.0)
 
 
-@dataclass
-class StarsScore:
-    """Sums over ratings, to tell how well the truth itself predicts them."""
-
-    stars: Moments = field(default_factory=Moments)
-    variance: float = 0.0
-    squared_errors: float = 0.0
-    _table: tuple[FloatArray, FloatArray] = field(default_factory=lambda: _rounded_moments())
-
-    def add(self, expected: FloatArray, stars: FloatArray) -> None:
-        """Count ratings with these stars before noise, and these after."""
-        mean, variance = (np.interp(expected, _GRID, values) for values in self._table)
-        self.stars += Moments.of(stars)
-        self.variance += float(variance.sum())
-        self.squared_errors += float(((stars - mean) ** 2).sum())
-
-    @property
-    def irreducible_rmse(self) -> float:
-        """Expected error, in stars, of the best predictor there can be."""
-        return math.sqrt(self.variance / self.stars.count)
-
-    @property
-    def measured_rmse(self) -> float:
-        """Error of that predictor on the very ratings that were made."""
-        return math.sqrt(self.squared_errors / self.stars.count)
+def remaining_variance(expected: FloatArray) -> FloatArray:
+    """Variance of the stars that are given where these are expected before noise."""
+    return np.interp(expected, _GRID, _variance_on_grid())
 
 
-def _rounded_moments() -> tuple[FloatArray, FloatArray]:
-    """Mean and variance of the rounded and clipped stars, for each point of the grid."""
+@cache
+def _variance_on_grid() -> FloatArray:
+    """Variance of the rounded and clipped stars, for each point of the grid."""
     edges = (_LEVELS[:-1] + 0.25)[None, :]
     deviations = (edges - _GRID[:, None]) / NOISE_STD
     below = 0.5 * (1 + np.vectorize(math.erf)(deviations / math.sqrt(2)))
     chance = np.diff(below, axis=1, prepend=0, append=1)
-    mean = chance @ _LEVELS
-    return mean, chance @ _LEVELS**2 - mean**2
+    return chance @ _LEVELS**2 - (chance @ _LEVELS) ** 2
 
 
 # ml-latest-small. Up to its size users, movies and tags are in proportion to ratings; beyond it
@@ -154,44 +131,52 @@ class Sizes:
 
 def generate_movielens(
     out: str | Path, *, num_ratings: int, seed: int, overwrite: bool = False
-) -> StarsScore:
+) -> float:
     """Write ratings.csv, movies.csv, tags.csv and teacher.json to the new local folder `out`.
+
+    Gives the error, in stars, of the best predictor there can be.
 
     Numbers of users, movies and tags follow from `num_ratings` as in ml-latest-small and ml-32m,
     with floors for small sets. Raises `OutputExistsError`, or `StorageError` for a remote `out`.
     """
     sizes = Sizes.of(num_ratings)
     movies = _make_movies(np.random.default_rng([seed, 0]), sizes.movies)
-    score = StarsScore()
     with (
         staged_folder(out, overwrite=overwrite, proof="ratings.csv") as folder,
         progress_bars() as progress,
     ):
         task = progress.add_task("generating ratings", total=num_ratings)
         _movies_frame(movies).write_csv(folder / "movies.csv")
-        _write_ratings(folder, sizes, seed, movies, score, partial(progress.advance, task))
-        _write_teacher(folder / TEACHER_NAME, sizes, seed, score)
-    return score
+        variance = _write_ratings(folder, sizes, seed, movies, partial(progress.advance, task))
+        irreducible_rmse = math.sqrt(variance / num_ratings)
+        _write_teacher(folder / TEACHER_NAME, sizes, seed, irreducible_rmse)
+    return irreducible_rmse
 
 
 def _write_ratings(
-    folder: Path, sizes: Sizes, seed: int, movies: _Movies, score: StarsScore, advance: Advance
-) -> None:
-    """Write ratings.csv and tags.csv, one chunk of users after the other."""
+    folder: Path, sizes: Sizes, seed: int, movies: _Movies, advance: Advance
+) -> float:
+    """Write ratings.csv and tags.csv, one chunk of users after the other.
+
+    Gives the sum over ratings of the variance that is left to one who knows the teacher.
+    """
+    variance = 0.0
     counts = _ratings_per_user(np.random.default_rng([seed, 1]), sizes)
     with (folder / "ratings.csv").open("wb") as ratings, (folder / "tags.csv").open("wb") as tags:
         for number, users in enumerate(cut_users(counts, _CHUNK_ROWS)):
             rng = np.random.default_rng([seed, 2, number])
-            made = _make_ratings(rng, users, counts, movies, score)
+            made, own_variance = _make_ratings(rng, users, counts, movies)
+            variance += own_variance
             before, after = (int(counts[:user].sum()) for user in (users.start, users.stop))
             num_tags = sizes.tags * after // sizes.ratings - sizes.tags * before // sizes.ratings
             drawn = _draw_tags(rng, made, num_tags, movies)
             made.drop("movie").write_csv(ratings, include_header=number == 0)
             drawn.write_csv(tags, include_header=number == 0)
             advance(after - before)
+    return variance
 
 
-def _write_teacher(path: Path, sizes: Sizes, seed: int, score: StarsScore) -> None:
+def _write_teacher(path: Path, sizes: Sizes, seed: int, irreducible_rmse: float) -> None:
     document = {
         "formula": "stars = clip(round_to_halves(mean + user_bias + movie_bias + user_factors . "
         "movie_factors * affinity_std / sqrt(num_factors) + noise), 0.5, 5)",
@@ -205,9 +190,7 @@ def _write_teacher(path: Path, sizes: Sizes, seed: int, score: StarsScore) -> No
         },
         "sizes": vars(sizes),
         "seed": seed,
-        "irreducible_rmse": score.irreducible_rmse,
-        "measured_rmse": score.measured_rmse,
-        "global_mean_rmse": score.stars.deviation,
+        "irreducible_rmse": irreducible_rmse,
     }
     path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
 
@@ -257,26 +240,28 @@ def _ratings_per_user(rng: np.random.Generator, sizes: Sizes) -> IntArray:
 
 
 def _make_ratings(
-    rng: np.random.Generator, users: range, counts: IntArray, movies: _Movies, score: StarsScore
-) -> pl.DataFrame:
-    """The ratings of some users as in ratings.csv, and `movie`, the place in `movies`."""
+    rng: np.random.Generator, users: range, counts: IntArray, movies: _Movies
+) -> tuple[pl.DataFrame, float]:
+    """The ratings of some users as in ratings.csv, and `movie`, the place in `movies`.
+
+    With the sum of the variance that is left of them.
+    """
     user, movie = _draw_pairs(rng, counts[users.start : users.stop], movies)
     factors = rng.normal(size=(len(users), NUM_FACTORS))
     bias = rng.normal(scale=USER_BIAS_STD, size=len(users))
     affinity = np.einsum("rf,rf->r", factors[user], movies.factors[movie])
     expected = MEAN_STARS + bias[user] + movies.bias[movie]
     expected = expected + affinity * AFFINITY_STD / np.sqrt(NUM_FACTORS)
-    stars = observed_stars(rng, expected)
-    score.add(expected, stars)
-    return pl.DataFrame(
+    ratings = pl.DataFrame(
         {
             "userId": user + users.start + 1,
             "movieId": movies.ids[movie],
-            "rating": stars,
+            "rating": observed_stars(rng, expected),
             "timestamp": _draw_times(rng, user),
             "movie": movie,
         }
     )
+    return ratings, float(remaining_variance(expected).sum())
 
 
 def _draw_pairs(

@@ -206,7 +206,8 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     if choice:
         writer.write(layout_chosen(choice))
     cluster = None
-    with suppress(ClusterError):  # of too little that is known; then nothing is predicted
+    # Where too little is known nothing is predicted, and groups plan with TorchRec's figures.
+    with suppress(ClusterError):
         cluster = PlanSite.of_site(look()).cluster
     return Attempt(context, spec, writer, use_gpu, capacity, cluster=cluster)
 

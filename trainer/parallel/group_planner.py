@@ -34,8 +34,6 @@ from trainer.spec.job import JobSpec
 
 _IDLE_S = 120.0
 _META = torch.device("meta")
-# TorchRec reckons in bytes a millisecond.
-_PER_MS = 1e-3
 
 
 class PlanTask(BaseModel):
@@ -67,10 +65,10 @@ def group_plan(
     """The plan of one sharding group, or why there is none; `model` has the tables of the spec."""
     kept = 1 - spec.parallelism.planner.storage_reservation
     usable = int(topology.memory_bytes * kept), int(topology.host_memory_bytes * kept)
-    links = Bandwidths(
-        topology.memory_bytes_per_s * _PER_MS,
-        topology.intra_host_bytes_per_s * _PER_MS,
-        topology.inter_host_bytes_per_s * _PER_MS,
+    links = Bandwidths.of(
+        topology.memory_bytes_per_s,
+        topology.intra_host_bytes_per_s,
+        topology.inter_host_bytes_per_s,
     )
     size, per_host, device = topology.shard_group_size, topology.ranks_per_host, topology.device
     try:

@@ -2,8 +2,10 @@
 
 The planner runs on rank 0 only and its answer, a plan or why there is none (`PlanError`), is
 given to all ranks: a rank that failed alone would leave the others waiting. All sharding groups
-get the same plan, so the topology describes the poorest worker of any group. Plans number shards by
-position in the group; `place_plan` maps them to ranks.
+get the same plan, so the topology describes the poorest worker of any group. Groups that are
+failure domains plan for themselves, at different times: they reckon with the bandwidths in the
+description of the cluster, which are the same for all. Plans number shards by position in the
+group; `place_plan` maps them to ranks.
 
 On GPUs a table may be in host memory with a cache of its rows in HBM (`fused_uvm_caching`). Where
 the spec leaves that open, TorchRec keeps in HBM what fits and shares what is left among the caches.
@@ -78,6 +80,7 @@ from torchrec.distributed.types import (
 )
 
 from trainer.layout.choice import size_text
+from trainer.layout.cost import Cluster
 from trainer.layout.hosts import host_memory_bytes
 from trainer.layout.workload import (
     DATA_PARALLEL,
@@ -132,13 +135,19 @@ def make_plan(
     spec: JobSpec,
     groups: MeshGroups,
     table_sharders: list[ModuleSharder[nn.Module]],
+    cluster: Cluster | None = None,
 ) -> ShardingPlan:
     """Plan one sharding group on rank 0 and give it to all. Collective over the global group.
 
-    Raises `PlanError` on every rank.
+    `cluster` is what is known of the hosts. Raises `PlanError` on every rank.
     """
     planner_spec = spec.parallelism.planner
-    bandwidths = measure_bandwidths(groups) if planner_spec.bandwidths == "measured" else None
+    bandwidths = None
+    if planner_spec.bandwidths == "measured":
+        if spec.parallelism.failure_domain == "job":
+            bandwidths = measure_bandwidths(groups)
+        elif cluster is not None:
+            bandwidths = Bandwidths.of(cluster.hbm_bytes_per_s, *cluster.host_links)
     device_bytes, host_bytes = least_memory_bytes(groups)
     device_bytes = spec.resources.memory_bytes_per_worker or device_bytes
     usable_bytes, usable_host_bytes = (
@@ -574,17 +583,27 @@ def _position(shard: ShardMetadata) -> int:
 
 @dataclass(frozen=True)
 class Bandwidths(GeneralizedCommsBandwidth):
-    """Measured bytes per millisecond and worker, the unit of TorchRec's cost model.
+    """Bytes per millisecond and worker, the unit of TorchRec's cost model.
 
     A link is None where no two ranks share one; the other then stands for it. The stock model
     multiplies the link between hosts by the workers of a host for an all-reduce (a network card for
-    each GPU). What is measured here is what one worker got while all others were busy too, so no
-    such factor belongs to it.
+    each GPU). What is measured here, and what a cluster's description says, is what one worker gets
+    while all others are busy too, so no such factor belongs to it.
     """
 
     memory: float
     intra_host: float | None = None
     inter_host: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        memory_bytes_per_s: float,
+        intra_host_bytes_per_s: float,
+        inter_host_bytes_per_s: float,
+    ) -> Bandwidths:
+        per_s = memory_bytes_per_s, intra_host_bytes_per_s, inter_host_bytes_per_s
+        return cls(*(each / 1000 for each in per_s))
 
     @property
     def intra_host_bw(self) -> float:

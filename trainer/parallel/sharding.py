@@ -51,6 +51,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from trainer.layout.cost import Cluster
 from trainer.models.managed_collision import BucketedIds, Tally, mix
 from trainer.models.networks import build_model
 from trainer.parallel.collectives import Part
@@ -68,12 +69,12 @@ _COMM_TYPES = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF
 
 
 def build_parallel_model(
-    spec: JobSpec, groups: MeshGroups
+    spec: JobSpec, groups: MeshGroups, cluster: Cluster | None = None
 ) -> tuple[TwoDParallel, list[events.TablePlan]]:
     """The sharded model and how each table is sharded. Collective over all ranks.
 
-    Dense parameters start from the seed alone; each shard from the seed and its own index, and
-    the copies of a shard are made equal.
+    `cluster` is what is known of the hosts. Dense parameters start from the seed alone; each shard
+    from the seed and its own index, and the copies of a shard are made equal.
     """
     if spec.training.dense_compile:
         _check_compiler(groups.device)
@@ -82,7 +83,7 @@ def build_parallel_model(
     table_sharders = sharders(
         spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
     )
-    plan = make_plan(model, spec, groups, table_sharders)
+    plan = make_plan(model, spec, groups, table_sharders, cluster)
     torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
     parallel = TwoDParallel(
         model,

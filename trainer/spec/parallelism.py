@@ -119,7 +119,8 @@ class PlannerSpec(SpecModel):
     """What TorchRec's planner reckons with.
 
     `storage_reservation` is the share of each worker's memory kept for the dense part,
-    activations and collectives. `measured` bandwidths are taken between the workers at start.
+    activations and collectives. `measured` bandwidths are taken between the workers at start;
+    groups that are failure domains take those of the kind of hosts, as each plans for itself.
     """
 
     storage_reservation: Annotated[float, Field(ge=0, lt=1)] = 0.15

@@ -130,7 +130,8 @@ class Session:
         self.origin = f"seed-{spec.training.seed}"  # what the state came from
         # First, as it takes seconds to start. On CPUs its work would only be in the way.
         self._reader_process = ReaderProcess(pin=True) if groups.device.type == "cuda" else None
-        self.model, self.table_plans = build_parallel_model(spec, groups)
+        self._cluster = Cluster(**config.cluster) if config.cluster is not None else None
+        self.model, self.table_plans = build_parallel_model(spec, groups, self._cluster)
         self.optimizers = Optimizers(
             self.model, spec.optimizer, spec.moment_scale, spec.training.clip_norm
         )
@@ -290,9 +291,9 @@ class Session:
 
     def _prediction(self, layout: Layout) -> events.Prediction | None:
         """What the planner says of these workers with the tables as they lie."""
-        if self.config.cluster is None:
+        cluster = self._cluster
+        if cluster is None:
             return None
-        cluster = Cluster(**self.config.cluster)
         found = predict(self.spec, layout, self._group_plan, cluster)
         return events.Prediction(
             cluster=cluster.fingerprint,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
@@ -15,14 +17,18 @@ from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from tests.harness.builders import spec_document
+from trainer.layout.cost import cpu_cluster
+from trainer.layout.layout import Layout
 from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.parallel import planner
-from trainer.parallel.group_planner import group_plan
+from trainer.parallel.group_planner import group_plan, tables_of
 from trainer.parallel.mesh import ranks_per_host, replicas_per_level
+from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import (
     Bandwidths,
     PlanError,
     group_plan_of,
+    make_plan,
     median_bandwidths,
     narrowed,
     obstacle,
@@ -32,6 +38,7 @@ from trainer.parallel.planner import (
     table_plans,
     uses_node_groups,
 )
+from trainer.parallel.sharding import sharders
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -267,6 +274,38 @@ def test_medians_count_only_the_workers_that_could_measure() -> None:
     # A collective within a host is reckoned at its own speed.
     links = Bandwidths(memory=1.0, intra_host=8.0, inter_host=2.0)
     assert [links.get_bw(n, 4, CollectiveType.ALL_REDUCE) for n in (4, 2)] == [8.0, 2.0]
+
+
+def test_independent_groups_plan_alike_whatever_one_of_them_would_measure() -> None:
+    tables = {
+        f"t{i}": {"num_embeddings": 1000 - 100 * i, "constraints": {"pooling_factor": factor}}
+        for i, factor in enumerate((1, 20, 5, 1))
+    }
+    whole = _spec_of_tables(tables, 2)
+    one_of_two = _spec_of_tables(tables, 4, shard_group_size=2, placement="inter_host")
+    assert one_of_two.parallelism.failure_domain == "replica_group"
+    groups: Any = SimpleNamespace(
+        rank=0,
+        ranks_per_host=2,
+        device=torch.device("cpu"),
+        layout=Layout(2, 2, "inter_host"),
+        global_group=None,
+    )
+
+    def types(spec: JobSpec, measured: Bandwidths) -> list[str]:
+        with (
+            patch.object(planner, "measure_bandwidths", lambda _: measured),
+            patch.object(planner, "least_memory_bytes", lambda _: (8 * GB, 8 * GB)),
+            patch.object(planner.dist, "broadcast_object_list"),
+        ):
+            params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+            cluster = cpu_cluster(2, 8 * GB)
+            plan = make_plan(tables_of(spec), spec, groups, sharders(spec, params), cluster)
+        return [table.sharding_type for table in table_plans(plan, spec)]
+
+    fast_memory, fast_links = Bandwidths(4e7, 1e6), Bandwidths(1e7, 4e6)
+    assert types(whole, fast_memory) != types(whole, fast_links)
+    assert types(one_of_two, fast_memory) == types(one_of_two, fast_links)
 
 
 def test_ranks_per_host_is_one_number_only_when_all_groups_are_spread_alike() -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
-from pydantic import BaseModel
+from pydantic_core import to_json
 
 from service.api.deps import Context
 from service.api.views import progress_of
@@ -36,7 +36,7 @@ from service.jobs.logs import (
     tail_position,
 )
 from service.jobs.run_storage import run_dir_of
-from service.schemas.jobs import LogLine, ProgressOut, TimelineEventOut
+from service.schemas.jobs import LogLine, ProgressOut
 from service.settings import Settings
 from service.storage import in_time
 from trainer.protocol.run_dir import AttemptDir
@@ -57,9 +57,10 @@ class StreamBatch:
     ended: JobStatus | None = None
 
 
-def _event(name: str, cursor: str | None, body: BaseModel) -> bytes:
+def _event(name: str, cursor: str | None, body: object) -> bytes:
     """One event of a stream: `cursor` names what comes after it, where it has one."""
-    return format_sse_event(event=name, id=cursor, data_str=body.model_dump_json())
+    data = to_json(body, inf_nan_mode="null").decode()
+    return format_sse_event(event=name, id=cursor, data_str=data)
 
 
 def stream(poll: Callable[[], StreamBatch], context: Context) -> StreamingResponse:
@@ -118,8 +119,7 @@ class TimelineFollower:
         # The job first: whatever was written before it ended is then found below.
         job = self.store.get_job(self.job_id)
         lines = self.store.list_timeline(job.id, after=self.after, limit=_MAX_LINES)
-        bodies = [TimelineEventOut.model_validate(line) for line in lines]
-        items = [_event("timeline", str(body.id), body) for body in bodies]
+        items = [_event("timeline", str(line.id), line) for line in lines]
         self.after = lines[-1].id if lines else self.after
         items += self._progress(job)
         return StreamBatch(items, job.status if job.status.is_terminal and not items else None)

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
+from pydantic_core import to_json
 from rich.text import Text
 
 from service.cli.common import (
@@ -153,7 +154,7 @@ def events(
     with contextlib.suppress(KeyboardInterrupt):
         for event in client.follow_events(job) if follow else client.iter_events(job):
             if as_json:
-                typer.echo(event.model_dump_json())
+                typer.echo(to_json(event).decode())
             else:
                 console().print(event_line(event))
 

@@ -16,7 +16,7 @@ from service.backends.base import cluster_text
 from service.cli.common import clock, sparkline
 from service.domain.membership import span_text
 from service.domain.metrics import goodput_of, phase_shares, watched_names
-from service.domain.models import GoneGroup, JobStatus, Member
+from service.domain.models import Checkpoint, GoneGroup, JobStatus, Member, TimelineEvent
 from service.domain.sharding import (
     DATA_PARALLEL,
     DIVERGENCE,
@@ -30,13 +30,11 @@ from service.domain.timeline import RESIZE_KINDS, WRITTEN, Trace, counted
 from service.schemas import wording
 from service.schemas.jobs import (
     AttemptOut,
-    CheckpointOut,
     ComparedOut,
     JobDetail,
     JobSummary,
     MembershipOut,
     MetricSeries,
-    TimelineEventOut,
 )
 from trainer.protocol.events import TablePlan, WorkersStarted
 
@@ -118,7 +116,7 @@ def _progress_text(job: JobSummary) -> str:
 def job_page(
     job: JobDetail,
     attempts: Sequence[AttemptOut],
-    timeline: Sequence[TimelineEventOut],
+    timeline: Sequence[TimelineEvent],
     now_s: float,
 ) -> RenderableType:
     """All about one job: what `shardloom show` prints; of the timeline `SHOWN_KINDS` suffice."""
@@ -136,7 +134,7 @@ def job_page(
     return Group(*parts)
 
 
-def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: float) -> Table:
+def _job_facts(job: JobDetail, timeline: Sequence[TimelineEvent], now_s: float) -> Table:
     """(subject, text) of everything that is said in a line."""
     grid = facts_grid()
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
@@ -280,7 +278,7 @@ def metrics_table(series: Iterable[MetricSeries]) -> Table:
     return table
 
 
-def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Table:
+def checkpoints_table(checkpoints: Sequence[Checkpoint], now_s: float) -> Table:
     table = plain_table(">Step", "", ">Size", "Written", "Metrics", "Path")
     for checkpoint in checkpoints:
         table.add_row(
@@ -309,7 +307,7 @@ def traces_table(traces: Sequence[Trace], now_s: float) -> Table:
     return table
 
 
-def event_line(event: TimelineEventOut) -> Text:
+def event_line(event: TimelineEvent) -> Text:
     level = event.data.get("level")
     style = {"warning": "yellow", "error": "red"}.get(str(level), "")
     return Text.assemble(

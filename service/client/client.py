@@ -30,13 +30,12 @@ from service.client.transport import (
     refusal,
 )
 from service.domain.job_filter import JobFilter
+from service.domain.models import Checkpoint, TimelineEvent
 from service.domain.timeline import Trace
 from service.schemas.admin import ClusterOut, ProjectOut
 from service.schemas.common import Page
 from service.schemas.jobs import (
     AttemptOut,
-    CheckpointOut,
-    CodeOut,
     DeletedJob,
     JobDetail,
     JobPlan,
@@ -44,11 +43,10 @@ from service.schemas.jobs import (
     MetricsOut,
     QueueOut,
     ResizeRequestOut,
-    TimelineEventOut,
     TraceRequested,
 )
 from service.schemas.plans import PlansOut
-from trainer.protocol.code_archive import pack
+from trainer.protocol.code_archive import CodeSummary, pack
 from trainer.spec import load_spec
 from trainer.spec.base import problems_of
 from trainer.spec.job import JobSpec
@@ -102,14 +100,14 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         named: dict[str, Any] = set_values(document, {"model.code": self.upload_code(archive).id})
         return named
 
-    def upload_code(self, archive: bytes) -> CodeOut:
+    def upload_code(self, archive: bytes) -> CodeSummary:
         """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
 
         Raises `InvalidRequest` for one that cannot be unpacked safely.
         """
         headers = {"Content-Type": "application/zip"}
         return self._request(
-            "POST", "/v1/code", CodeOut, repeatable=True, content=archive, headers=headers
+            "POST", "/v1/code", CodeSummary, repeatable=True, content=archive, headers=headers
         )
 
     def plan(self, spec: Spec) -> JobPlan:
@@ -264,9 +262,9 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         """Attempts of a job, oldest first."""
         return self._get(job_path(job, "attempts"), Page[AttemptOut]).items
 
-    def checkpoints(self, job: str) -> list[CheckpointOut]:
+    def checkpoints(self, job: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""
-        return self._get(job_path(job, "checkpoints"), Page[CheckpointOut]).items
+        return self._get(job_path(job, "checkpoints"), Page[Checkpoint]).items
 
     def metrics(
         self, job: str, *, names: Sequence[str] = (), max_points: int | None = None
@@ -277,14 +275,14 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
     def events(
         self, job: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
-    ) -> list[TimelineEventOut]:
+    ) -> list[TimelineEvent]:
         """Timeline lines with an id above `after`, in order, at most `limit`; `kinds` filters."""
         params: Params = {"after": after, "limit": limit, "kind": list(kinds)}
-        return self._get(job_path(job, "events"), Page[TimelineEventOut], params).items
+        return self._get(job_path(job, "events"), Page[TimelineEvent], params).items
 
     def iter_events(
         self, job: str, *, after: int = 0, kinds: Sequence[str] = ()
-    ) -> Iterator[TimelineEventOut]:
+    ) -> Iterator[TimelineEvent]:
         """Every timeline line so far with an id above `after`, fetched page by page."""
         while page := self.events(job, after=after, kinds=kinds):
             yield from page
@@ -292,13 +290,13 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
     def follow_events(
         self, job: str, *, after: int = 0, patience_s: float = PATIENCE_S
-    ) -> Iterator[TimelineEventOut]:
+    ) -> Iterator[TimelineEvent]:
         """Timeline lines as they happen, until the job has ended; survives broken connections.
 
         A service that does not answer is asked again for `patience_s`.
         """
         path = job_path(self._id_of(job, patience_s), "events")
-        yield from self._stream(path, TimelineEventOut, {"after": after}, patience_s)
+        yield from self._stream(path, TimelineEvent, {"after": after}, patience_s)
 
     # ---- traces
 

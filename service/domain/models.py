@@ -358,7 +358,7 @@ class Checkpoint:
     size_bytes: int
     created_at: float
     is_best: bool
-    metrics: dict[str, float]
+    metrics: dict[str, Value]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from service.domain.models import TimelineEvent
 from trainer.layout.workload import synced_row_bytes, synced_rows
 from trainer.protocol.events import TablePlan, WorkersStarted
 from trainer.spec.job import JobSpec
@@ -145,18 +145,7 @@ DATA_PARALLEL = "data_parallel"
 _WORKERS_FIELDS = frozenset(WorkersStarted.model_fields)
 
 
-class TimelineEntry(Protocol):
-    """An event of a timeline, as both the store and the client have it."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def time(self) -> float: ...
-    @property
-    def data(self) -> Mapping[str, object]: ...
-
-
-def newest_workers(timeline: Sequence[TimelineEntry]) -> WorkersStarted | None:
+def newest_workers(timeline: Sequence[TimelineEvent]) -> WorkersStarted | None:
     """The newest worker group run of a timeline; None before the first one."""
     for event in reversed(timeline):
         if event.kind == STARTED:

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 
 from service.domain.membership import CURRENT
 from service.domain.models import Attempt, EndReason, Job, Membership, TimelineEvent
-from service.domain.sharding import TimelineEntry
 from trainer.protocol import events
 from trainer.protocol.requests import ResizeRequest
 
@@ -87,7 +86,7 @@ RESIZE, DRAIN = ServiceEvent.RESIZE_REQUESTED.value, ServiceEvent.DRAIN_REQUESTE
 RESIZE_KINDS = (RESIZE, DRAIN)
 
 
-def latest_resize_request(lines: Iterable[TimelineEntry]) -> ResizeRequest:
+def latest_resize_request(lines: Iterable[TimelineEvent]) -> ResizeRequest:
     """The request of the newest of some timeline events."""
     data = [line.data for line in lines if line.kind in RESIZE_KINDS]
     fields = ("id", "workers", "drain_hosts")

@@ -264,14 +264,6 @@ class JobPlan(ApiModel):
     layout: LayoutOption | None
 
 
-class CodeOut(ApiModel):
-    """Uploaded code: `id` is what `model.code` of a spec names."""
-
-    id: str
-    num_files: int
-    size_bytes: int = Field(description="Of the files, unpacked.")
-
-
 class SubmitJob(RequestModel):
     """Body of POST /v1/jobs: the spec as a mapping. Checked by the server."""
 
@@ -297,18 +289,6 @@ class AttemptOut(ApiModel):
     advice: str = Field(default="", description="What to change after such an end.")
 
 
-class TimelineEventOut(ApiModel):
-    """One line of a job's timeline. `id` rises along the timeline; SSE uses it as its id."""
-
-    id: int
-    attempt_id: str | None
-    time: float
-    kind: str
-    message: str
-    actor: str
-    data: dict[str, Any]
-
-
 class MetricSeries(ApiModel):
     """Points of one metric in step order."""
 
@@ -321,17 +301,6 @@ class MetricsOut(ApiModel):
 
     names: list[str]
     series: list[MetricSeries]
-
-
-class CheckpointOut(ApiModel):
-    """A committed checkpoint."""
-
-    step: int
-    path: str
-    size_bytes: int
-    created_at: float
-    is_best: bool
-    metrics: dict[str, Value]
 
 
 class RequestTrace(RequestModel):

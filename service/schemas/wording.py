@@ -17,8 +17,7 @@ from typing import Any
 from service.domain.membership import SPARE, span_text
 from service.domain.metrics import MEMORY_PARTS as PREDICTED_PARTS
 from service.domain.metrics import steps_at_risk
-from service.domain.models import Checkpoint, Job, JobStatus
-from service.domain.sharding import TimelineEntry
+from service.domain.models import Checkpoint, Job, JobStatus, TimelineEvent
 from service.domain.sweeps import SweepStatus
 from service.domain.timeline import counted, latest_resize_request
 from service.schemas.jobs import (
@@ -342,7 +341,7 @@ def groups_text(job: JobSummary) -> str:
 def group_facts(
     job: Job | JobDetail,
     membership: MembershipOut | None,
-    timeline: Iterable[TimelineEntry],
+    timeline: Iterable[TimelineEvent],
     now_s: float,
     checkpoints: Sequence[Checkpoint] | None = None,
 ) -> list[Fact]:

@@ -370,6 +370,7 @@ def event_body(event_id: int, **changes: Any) -> dict[str, Any]:
     """One line of a timeline."""
     return {
         "id": event_id,
+        "job_id": JOB_ID,
         "attempt_id": None,
         "time": 1000.0 + event_id,
         "kind": "note",

@@ -33,12 +33,12 @@ from service.jobs.profiling import find_trace, list_traces, request_trace
 from service.jobs.run_storage import reach, run_dir_of
 from service.schemas.common import Page
 from service.schemas.jobs import (
-    CodeOut,
     ExportOut,
     RequestExport,
     RequestTrace,
     TraceRequested,
 )
+from trainer.protocol.code_archive import CodeSummary
 from trainer.protocol.run_dir import trace_name
 
 code_router = APIRouter(prefix="/v1/code", tags=["code"], route_class=ThreadRoute)
@@ -56,7 +56,7 @@ MEDIA_TYPE = "application/zip"
         }
     },
 )
-async def upload_code(request: Request, context: ContextDep) -> CodeOut:
+async def upload_code(request: Request, context: ContextDep) -> CodeSummary:
     """Keep a zip archive whose files all lie under `code/`; its id is the SHA-256 of its bytes.
 
     The same archive sent again has the same id. 422 for what could not be unpacked safely,
@@ -64,7 +64,7 @@ async def upload_code(request: Request, context: ContextDep) -> CodeOut:
     """
     data = await request.body()
     keep = partial(keep_code, context.settings, data)
-    return CodeOut.model_validate(await run_in_threadpool(reach, context.settings, keep))
+    return await run_in_threadpool(reach, context.settings, keep)
 
 
 exports_router = APIRouter(

@@ -11,17 +11,16 @@ from fastapi.responses import StreamingResponse
 
 from service.api.deps import ContextDep, JobDep, StreamDep, ThreadRoute, on_storage, streamed
 from service.api.sse import LogFollower, TimelineFollower, stream
+from service.domain.models import Checkpoint, TimelineEvent
 from service.errors import InvalidRequest
 from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_gzip, as_zip, logs_of
 from service.jobs.run_storage import run_dir_of
 from service.schemas.common import Page
 from service.schemas.jobs import (
-    CheckpointOut,
     LogLine,
     LogsOut,
     MetricSeries,
     MetricsOut,
-    TimelineEventOut,
 )
 from trainer.spec.base import MAX_INTEGER, FieldProblem
 
@@ -151,7 +150,7 @@ def download_logs(
 @router.get(
     "/jobs/{job}/events",
     summary="Timeline of a job: a page, or a stream with Accept: text/event-stream",
-    response_model=Page[TimelineEventOut],
+    response_model=Page[TimelineEvent],
     responses=_EVENT_STREAM,
 )
 def list_events(
@@ -173,14 +172,14 @@ def list_events(
         int | None,
         Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description=_RESUME),
     ] = None,
-) -> Page[TimelineEventOut] | StreamingResponse:
+) -> Page[TimelineEvent] | StreamingResponse:
     """Lines in order. A stream ends with an `end` event once the job has ended."""
     if is_stream:
         start = after if last_event_id is None else last_event_id
         follower = TimelineFollower(context.store, job.id, start, with_progress=progress)
         return stream(follower.poll, context)
     lines = context.store.list_timeline(job.id, after=after, limit=limit + 1, kinds=kinds or ())
-    return Page.of(lines, limit, TimelineEventOut.model_validate)
+    return Page.of(lines, limit, lambda line: line)
 
 
 @router.get("/jobs/{job}/metrics", summary="Metric series of a job, downsampled")
@@ -206,7 +205,6 @@ def get_metrics(
 
 
 @router.get("/jobs/{job}/checkpoints", summary="Committed checkpoints of a job")
-def list_checkpoints(job: JobDep, context: ContextDep) -> Page[CheckpointOut]:
+def list_checkpoints(job: JobDep, context: ContextDep) -> Page[Checkpoint]:
     """The best and the newest that still exist (up to 2000) in step order, all on one page."""
-    found = context.store.list_checkpoints(job.id)
-    return Page(items=[CheckpointOut.model_validate(checkpoint) for checkpoint in found])
+    return Page(items=context.store.list_checkpoints(job.id))

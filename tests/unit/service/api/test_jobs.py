@@ -18,6 +18,7 @@ from service.api.routers import system
 from service.api.views import progress_of
 from service.backends.base import ClusterWatch
 from service.backends.fake import Script
+from service.client.client import ShardloomClient
 from service.db.engine import newest_revision
 from service.domain.job_filter import JobFilter
 from service.domain.lifecycle import decide
@@ -225,6 +226,42 @@ def test_checkpoints_are_listed_and_the_timeline_is_paged(api: Api) -> None:
     api.post_events(f"{job_id}-a0", batch(checkpoint(10), checkpoint(20, is_best=True)))
     found = api.http.get(f"/v1/jobs/{job_id}/checkpoints").json()["items"]
     assert [(c["step"], c["is_best"]) for c in found] == [(10, False), (20, True)]
+
+
+def test_lines_and_checkpoints_have_these_fields_and_no_nan(
+    api: Api, client: ShardloomClient
+) -> None:
+    job_id = api.start()
+    saved = checkpoint(10).model_copy(update={"metrics": {"validation/rmse": math.nan}})
+    api.post_events(f"{job_id}-a0", batch(saved))
+    (found,) = api.http.get(f"/v1/jobs/{job_id}/checkpoints").json()["items"]
+    assert found == {
+        "job_id": job_id,
+        "step": 10,
+        "path": saved.path,
+        "size_bytes": 1000,
+        "created_at": NOW,
+        "is_best": False,
+        "metrics": {"validation/rmse": None},
+    }
+    assert math.isnan(client.checkpoints(job_id)[0].metrics["validation/rmse"])
+    line = api.http.get(f"/v1/jobs/{job_id}/events").json()["items"][-1]
+    assert line["data"].pop("metrics") == {"validation/rmse": None}
+    assert line == {
+        "id": line["id"],
+        "job_id": job_id,
+        "attempt_id": f"{job_id}-a0",
+        "time": NOW,
+        "kind": "checkpoint_committed",
+        "message": line["message"],
+        "actor": "driver",
+        "data": line["data"],
+    }
+    job, attempt = api.store.get_job(job_id), api.store.get_attempt(f"{job_id}-a0")
+    done = decide(job, attempt, Observation(ObservedState.SUCCEEDED), NOW)
+    api.store.update_job(done.job, attempt=done.attempt, timeline=done.timeline)
+    lines = api.http.get(f"/v1/jobs/{job_id}/events").json()["items"]
+    assert [json.loads(each.data) for each in api.follow(f"{job_id}/events")[:-1]] == lines
 
 
 def test_a_reported_nan_does_not_break_the_timeline(api: Api) -> None:

@@ -16,7 +16,6 @@ from service.domain.models import JobStatus
 from service.errors import CodeStoreFull
 from service.jobs.code_archives import keep_code
 from service.reconciler.housekeeping import Housekeeper
-from service.schemas.jobs import CodeOut
 from service.settings import Settings
 from tests.harness.builders import spec_document
 from tests.harness.service import Api, problem_in
@@ -61,10 +60,9 @@ def kept_upload(api: Api) -> Path:
 def test_an_upload_is_kept_by_its_content(api: Api, archive: bytes) -> None:
     first, again = upload(api, archive), upload(api, archive)
     assert first.status_code == again.status_code == 201
-    kept = CodeOut.model_validate(first.json())
-    assert kept == CodeOut.model_validate(again.json())
-    assert kept.id == id_of(archive)
-    assert kept.num_files == 1
+    kept = first.json()
+    assert kept == again.json()
+    assert (kept["id"], kept["num_files"]) == (id_of(archive), 1)
     assert kept_upload(api).read_bytes() == archive
 
 

@@ -1,1 +1,0 @@
-"""Tests that drive the service through a real browser."""

@@ -1,1 +1,0 @@
-"""A Kubernetes API server and a KubeRay operator in the process of the tests."""

@@ -1,1 +1,0 @@
-"""The KubeRay backend against an API server of the tests, or that of KUBECONFIG."""

@@ -1,1 +1,0 @@
-"""Tests on gloo ranks: what a world of processes computes, saves and tells."""

@@ -1,1 +1,0 @@
-"""The service as a process, and its databases."""

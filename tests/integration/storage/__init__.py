@@ -1,1 +1,0 @@
-"""Object stores, and data prepared from and to them."""

@@ -1,1 +1,0 @@
-"""Tests without Ray, network or sleep."""

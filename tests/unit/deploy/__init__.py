@@ -1,1 +1,0 @@
-"""What `deploy/` holds: units, images, settings, checked without starting them."""

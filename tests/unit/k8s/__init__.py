@@ -1,1 +1,0 @@
-"""The chart in k8s/: what it renders is valid, keeps our policies and fits each other."""

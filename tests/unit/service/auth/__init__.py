@@ -1,1 +1,0 @@
-"""Tests of keys, sign-in, permissions and allowed paths."""

@@ -1,1 +1,0 @@
-"""Tests of the backends that run attempts."""

@@ -1,1 +1,0 @@
-"""Tests of the pure rules of jobs."""

@@ -1,1 +1,0 @@
-"""Tests of what can be done with a job."""

@@ -1,1 +1,0 @@
-"""Tests of the local stack and joined machines."""

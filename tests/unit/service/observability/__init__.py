@@ -1,1 +1,0 @@
-"""Tests of metrics, traces and logs of the service."""

@@ -154,6 +154,14 @@ def test_what_a_laxer_try_left_out_is_no_longer_left_out(days, tmp_path, killed_
         prepared(days, tmp_path / "out", on_bad_line="fail")
 
 
+def test_lines_that_were_left_out_before_a_kill_are_counted_afterwards(days, tmp_path, killed_at):
+    with killed_at("result/", 1):
+        prepared(days, tmp_path / "out")
+    out = prepared(days, tmp_path / "out")
+    assert load_manifest(out).counts["bad_lines"] == 1
+    assert digest(out) == digest(prepared(days, tmp_path / "fresh"))
+
+
 @pytest.mark.parametrize("num_lines", [600, 100])
 def test_a_file_that_was_changed_meanwhile_starts_it_anew(days, tmp_path, killed_at, num_lines):
     # As a kill at the very end leaves it: results of the file as it was are there, too.

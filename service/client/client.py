@@ -203,20 +203,18 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         *,
         name: str | None = None,
         set: Mapping[str, Any] | None = None,
-        patch: Mapping[str, Any] | None = None,
         secrets: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
         force: bool = False,
     ) -> JobDetail:
         """Submit the spec of a job again, with changes; raises `InvalidRequest` for bad ones.
 
-        `set` has values by dotted path, `patch` is a JSON merge patch. Secrets of the job do not
-        come along. `idempotency_key` and `force` are as in `submit`.
+        `set` has values by dotted path. Secrets of the job do not come along. `idempotency_key` and
+        `force` are as in `submit`.
         """
         body = {
             "name": name,
             "set": dict(set or {}),
-            "patch": patch,
             "secrets": dict(secrets or {}),
         }
         path = f"{job_path(job)}:clone"

@@ -60,7 +60,7 @@ from trainer.protocol.untrusted import remove_untrusted
 from trainer.spec import validate_spec
 from trainer.spec.base import MAX_WORKERS, FieldProblem
 from trainer.spec.job import JobSpec
-from trainer.spec.parse import check_depth, set_values
+from trainer.spec.parse import set_values
 
 logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
@@ -211,30 +211,15 @@ def document_of(spec: JobSpec) -> dict[str, Any]:
     return document
 
 
-def cloned_spec(
-    job: Job, changes: Mapping[str, Any], patch: Mapping[str, Any] | None, name: str | None
-) -> JobSpec:
-    """The spec of a job with changes: a JSON merge patch, then values by dotted path.
+def cloned_spec(job: Job, changes: Mapping[str, Any], name: str | None) -> JobSpec:
+    """The spec of a job with changes, which are values by dotted path.
 
     Raises `SpecError` for what is not legal any more.
     """
-    document: Any = document_of(spec_of_clone(job.spec))
-    if patch is not None:
-        check_depth(patch, "patch")
-        document = merged(document, patch)
+    document = document_of(spec_of_clone(job.spec))
     if name is not None:
         document = {**document, "name": name}
     return validate_spec(set_values(document, changes))
-
-
-def merged(document: Any, patch: Any) -> Any:
-    """A document after a JSON merge patch (RFC 7396): null removes, lists are replaced whole."""
-    if not isinstance(patch, Mapping):
-        return patch
-    known = document if isinstance(document, Mapping) else {}
-    rest = {key: value for key, value in known.items() if key not in patch}
-    changed = {key: merged(known.get(key), value) for key, value in patch.items()}
-    return rest | {key: value for key, value in changed.items() if patch[key] is not None}
 
 
 def delete_job(

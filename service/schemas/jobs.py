@@ -94,7 +94,7 @@ Secrets = Annotated[dict[SecretName, SecretValue], Field(max_length=64)]
 
 
 class CloneJob(RequestModel):
-    """What of the spec the clone has otherwise: a merge patch, then values by dotted path."""
+    """What of the spec the clone has otherwise, by dotted path."""
 
     name: str | None = Field(default=None, examples=["movielens-larger"])
     set: dict[str, Any] = Field(
@@ -102,9 +102,6 @@ class CloneJob(RequestModel):
         max_length=200,
         description="Values by path, as `shardloom submit --set` takes them.",
         examples=[{"training.epochs": 3, "parallelism.workers": 8}],
-    )
-    patch: dict[str, Any] | None = Field(
-        default=None, description="JSON merge patch (RFC 7396) of the spec."
     )
     secrets: Secrets = Field(
         default={}, repr=False, description="Those of the clone: the job's own do not come along."

@@ -230,7 +230,7 @@ def clone(
 
     Secrets do not come along: give those that the clone needs.
     """
-    spec = actions.cloned_spec(job, body.set, body.patch, body.name)
+    spec = actions.cloned_spec(job, body.set, body.name)
     with reaching_storage("the paths of the spec: "):
         spec = without_lost_place(spec, job.spec, roots_of(context.settings))
     made = _create(

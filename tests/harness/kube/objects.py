@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -26,8 +26,6 @@ import kubernetes_validate
 import pytest
 import referencing
 import yaml
-
-from service.jobs.actions import merged
 
 Manifest = dict[str, Any]
 Key = tuple[str, str, str]  # qualified resource, namespace, name
@@ -570,6 +568,16 @@ def _joined(old: Manifest, new: Manifest, target: Target) -> Manifest:
     result = {name: part for name, part in kept.items() if name != "status"}
     result["metadata"] = dict(result["metadata"])
     return {**result, **({"status": status["status"]} if "status" in status else {})}
+
+
+def merged(document: Any, patch: Any) -> Any:
+    """A document after a JSON merge patch (RFC 7386): null removes, lists are replaced whole."""
+    if not isinstance(patch, Mapping):
+        return patch
+    known = document if isinstance(document, Mapping) else {}
+    rest = {key: value for key, value in known.items() if key not in patch}
+    changed = {key: merged(known.get(key), value) for key, value in patch.items()}
+    return rest | {key: value for key, value in changed.items() if patch[key] is not None}
 
 
 def _desired(manifest: Manifest) -> Manifest:

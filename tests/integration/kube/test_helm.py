@@ -20,9 +20,8 @@ import helm_python
 import pytest
 from kubernetes import client
 
-from service.jobs.actions import merged
 from tests.harness.kube.cluster import KubeCluster
-from tests.harness.kube.objects import Manifest, Target
+from tests.harness.kube.objects import Manifest, Target, merged
 from tests.harness.kube.server import ADMIN, KubeApiServer
 from tests.harness.wait import scaled, wait_for
 from tests.unit.k8s.pods import pods

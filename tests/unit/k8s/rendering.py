@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deploy.chart import EXAMPLES, copy_whole, render, values_of
-from service.jobs.actions import merged
+from tests.harness.kube.objects import merged
 
 Manifest = dict[str, Any]
 

@@ -10,7 +10,7 @@ from decimal import Decimal
 import pytest
 from kubernetes.utils.quantity import parse_quantity
 
-from service.jobs.actions import merged
+from tests.harness.kube.objects import merged
 from tests.unit.k8s.pods import Pod, pods_of
 from tests.unit.k8s.rendering import (
     Manifest,

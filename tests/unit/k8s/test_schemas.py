@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from deploy.chart import CHART, problems
-from service.jobs.actions import merged
-from tests.harness.kube.objects import built_in_validator, crd_validator
+from tests.harness.kube.objects import built_in_validator, crd_validator, merged
 from tests.unit.k8s.rendering import (
     FULL,
     VERSION,

@@ -15,9 +15,9 @@ from kubernetes.utils.quantity import parse_quantity
 from deploy.chart import CHART
 from service.app import check_address
 from service.backends.kuberay.first_secrets import PARTS
-from service.jobs.actions import merged
 from service.local.ray_node import TRAINER_SETTINGS
 from service.settings import Settings
+from tests.harness.kube.objects import merged
 from tests.unit.k8s.pods import pods, pods_of, selects
 from tests.unit.k8s.rendering import (
     FULL,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from service.client.client import ShardloomClient
 from service.client.errors import Conflict, InvalidRequest, NotFound
 from service.domain.models import JobStatus
-from service.jobs.actions import merged
 from service.jobs.run_storage import run_dir_of
 from service.sweeps.search import spec_of_trial
 from tests.harness.builders import batch, checkpoint, spec_document
@@ -65,8 +63,12 @@ def test_a_clone_is_a_job_of_its_own_with_changes(api: Api, client: ShardloomCli
     made = client.clone(
         job_id,
         name="larger",
-        set={"training.epochs": 3, "parallelism.workers": 8},
-        patch={"labels": {"run": None, "kind": "clone"}, "priority": 7},
+        set={
+            "training.epochs": 3,
+            "parallelism.workers": 8,
+            "labels": {"team": "ads", "kind": "clone"},
+            "priority": 7,
+        },
     )
     assert (made.id != job_id, made.name, made.spec.training.epochs) == (True, "larger", 3)
     assert (made.spec.parallelism.world_size, made.priority) == (8, 7)
@@ -97,7 +99,6 @@ def test_changes_that_no_spec_can_take_are_refused(api: Api) -> None:
         {"set": {"labels={<<: {a: b}} #": "x"}},
         {"set": {"\ud800[0]": "x"}},
         {"set": {"labels.a": nested}},
-        {"patch": {"labels": nested}},
     ):
         headers = {"content-type": "application/json"}
         answer = api.http.post(path, content=json.dumps(body), headers=headers)
@@ -110,17 +111,6 @@ def test_a_clone_is_checked_like_any_spec_and_made_once(api: Api, client: Shardl
         client.clone(job_id, set={"parallelism.workers": 3})
     first = client.clone(job_id, name="again", idempotency_key="k")
     assert client.clone(job_id, name="again", idempotency_key="k").id == first.id
-
-
-def test_a_merge_patch_reads_as_rfc_7396_says() -> None:
-    cases: list[tuple[Any, Any, Any]] = [
-        ({"a": {"b": 1}}, {"a": {"c": 2}}, {"a": {"b": 1, "c": 2}}),
-        ({"a": {"b": 1}}, {"a": None}, {}),
-        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
-        ({"a": 1}, {"a": {"b": None, "c": 2}}, {"a": {"c": 2}}),
-    ]
-    for document, patch, result in cases:
-        assert merged(document, patch) == result
 
 
 # ---- restart

@@ -186,7 +186,7 @@ def logs(
     tail: TailOption = None,
     download: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Save the logs of all attempts: .zip, or text as .gz."),
+        typer.Option(metavar="FILE", help="Save the logs of all attempts in a ZIP archive."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

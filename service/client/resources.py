@@ -219,13 +219,11 @@ class LogCalls(Connection):
         return self._get(job_path(job), JobDetail, patience_s=patience_s).id
 
     def download_logs(self, job: str, target: Path, *, attempt: str | None = None) -> Path:
-        """Save all logs of a job, or of one attempt, in a file: ZIP, or gzipped text for `.gz`.
+        """Save all logs of a job, or of one attempt, in a ZIP archive.
 
         Raises OSError if it cannot be written; a file that is there is replaced when all is read.
         """
-        form = "gzip" if target.suffix == ".gz" else "zip"
-        params = {"format": form, "attempt": attempt}
-        return self._download(f"{job_path(job, 'logs')}:download", params, target)
+        return self._download(f"{job_path(job, 'logs')}:download", {"attempt": attempt}, target)
 
 
 class SweepCalls(Connection):

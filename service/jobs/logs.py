@@ -15,7 +15,6 @@ import os
 import re
 import time
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -501,18 +500,6 @@ def as_zip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
                     member.write(chunk)
                     yield sink.take()
     yield sink.take()
-
-
-def as_gzip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
-    """One text, gzipped, with a heading above each log."""
-    list_folder = lru_cache(maxsize=1)(list_logs)
-    packed = zlib.compressobj(level=1, wbits=zlib.MAX_WBITS | 16)  # 16: in gzip's format
-    for name, path in logs:
-        yield packed.compress(f"==> {name} <==\n".encode())
-        for chunk in _contents(path, list_folder(path.parent)):
-            yield packed.compress(chunk)
-        yield packed.compress(b"\n")
-    yield packed.flush()
 
 
 def _contents(path: Path, listing: Listing) -> Iterator[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query
@@ -13,7 +12,7 @@ from service.api.deps import ContextDep, JobDep, StreamDep, ThreadRoute, on_stor
 from service.api.sse import LogFollower, TimelineFollower, stream
 from service.domain.models import Checkpoint, TimelineEvent
 from service.errors import InvalidRequest
-from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_gzip, as_zip, logs_of
+from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_zip, logs_of
 from service.jobs.run_storage import run_dir_of
 from service.schemas.common import Page
 from service.schemas.jobs import (
@@ -26,9 +25,7 @@ from trainer.spec.base import MAX_INTEGER, FieldProblem
 
 router = APIRouter(prefix="/v1", tags=["records"], route_class=ThreadRoute)
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-_ARCHIVE: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/zip": {}, "application/gzip": {}}}
-}
+_ARCHIVE: dict[int | str, dict[str, Any]] = {200: {"content": {"application/zip": {}}}}
 MAX_SERIES = 100
 MAX_KINDS = 50
 _MAX_RANK = 10**6 - 1
@@ -117,7 +114,7 @@ def _read_some(follower: LogFollower) -> list[LogPiece]:
 
 @router.get(
     "/jobs/{job}/logs:download",
-    summary="All logs of a job, or of one attempt, in a file",
+    summary="All logs of a job, or of one attempt, in a ZIP archive",
     response_class=StreamingResponse,
     responses=_ARCHIVE,
 )
@@ -128,21 +125,16 @@ def download_logs(
     attempt: Annotated[
         str | None, Query(max_length=64, description="Attempt id; all of them if left away.")
     ] = None,
-    form: Annotated[
-        Literal["zip", "gzip"],
-        Query(alias="format", description="One file per log, or one text of all, gzipped."),
-    ] = "zip",
 ) -> StreamingResponse:
     """Made while it is sent, so that its size does not matter."""
     attempts = [found.id for found in context.store.list_attempts(job.id)]
     if attempt is not None and attempt not in attempts:
         raise InvalidRequest([FieldProblem("attempt", "attempt", "no attempt of this job")])
     logs = logs_of(run_dir_of(context.settings, job.id), [attempt] if attempt else attempts)
-    chunks: Iterator[bytes] = as_zip(logs) if form == "zip" else as_gzip(logs)
-    name = f"{attempt or job.id}-logs.{'zip' if form == 'zip' else 'txt.gz'}"
+    name = f"{attempt or job.id}-logs.zip"
     return StreamingResponse(
-        streamed(context, chunks, job),
-        media_type=f"application/{form}",
+        streamed(context, as_zip(logs), job),
+        media_type="application/zip",
         headers={"Content-Disposition": f'attachment; filename="{name}"'},
     )
 

@@ -16,7 +16,7 @@ from service.jobs.logs import (
     Head,
     Level,
     LogPosition,
-    as_gzip,
+    as_zip,
     contains,
     following,
     head_of,
@@ -222,5 +222,5 @@ def test_reading_the_logs_of_many_ranks_lists_their_folder_once(
     position = tail_position(files, "a", sources, 1)
     assert len(list(read_new(files, position, sources, is_final=True))) == 20
     named = [(name, files.log_path(name)) for name in sources]
-    assert b"".join(as_gzip(named))
+    assert b"".join(as_zip(named))
     assert len(listed) == 3

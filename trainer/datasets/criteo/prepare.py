@@ -54,7 +54,8 @@ def prepare_criteo(
     work = {
         "command": "prepare criteo",
         "version": _VERSION,
-        "options": options.model_dump(),
+        # What was read is the same whatever is done about lines that cannot be.
+        "options": options.model_dump(exclude={"on_bad_line", "max_bad_lines"}),
         "files": {str(file): file.fingerprint() for file in files},
     }
     with (

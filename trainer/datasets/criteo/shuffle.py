@@ -35,7 +35,12 @@ from trainer.datasets.io.staging import (
     write_columns,
     write_partition,
 )
-from trainer.errors import CorruptFileError, TooFewRowsError, TooManyBadRowsError
+from trainer.errors import (
+    BadValueError,
+    CorruptFileError,
+    TooFewRowsError,
+    TooManyBadRowsError,
+)
 from trainer.storage import Location
 
 
@@ -213,9 +218,17 @@ class LineShuffle:
             while first := next(blocks, None):
                 taken = chain([first], islice(blocks, self.options.run_blocks - 1))
                 make = partial(self._write_run, len(paths), line, str(file), taken, buckets)
-                path, facts = self.staging.scratch(f"runs/{len(paths):06d}.arrow", make)
-                bad.merge(facts["bad"])
-                self._check_bad(file, num_lines, bad)
+                try:
+                    path, facts = self.staging.scratch(f"runs/{len(paths):06d}.arrow", make)
+                    bad.merge(facts["bad"])
+                    self._check_bad(file, num_lines, bad)
+                except (BadValueError, CorruptFileError, TooManyBadRowsError) as error:
+                    if paths:
+                        error.add_note(
+                            f"What was read before stays in {self.staging.keep_work()}: run the "
+                            "same command with --on-bad-line skip to go on without such lines"
+                        )
+                    raise
                 # Blocks of a run that is already there are still to be passed over.
                 deque(taken, maxlen=0)
                 line += facts["lines"]
@@ -233,14 +246,17 @@ class LineShuffle:
         return Runs(paths, np.array(offsets, dtype=np.int64), buckets)
 
     def _check_bad(self, file: Location, num_lines: int, bad: BadLines) -> None:
-        """Raise where more lines are left out than may be; `bad` is of `file` of `num_lines`.
+        """Raise where more lines are left out than may be, be it by an earlier, laxer try.
 
+        `bad` is of `file`, which has `num_lines`.
         A bound below 1 is a share of each file's lines, another the number in all files. A file
         without a good line is refused whatever the bound.
         """
         bound, others = self.options.max_bad_lines, self.bad.total
         if not bad.total:
             return
+        if self.options.on_bad_line == "fail":
+            raise CorruptFileError(bad.shown[0])
         if bad.total == num_lines:
             wanted = "not one can be read; is it of this data set?"
         elif bound < 1 and bad.total > bound * num_lines:

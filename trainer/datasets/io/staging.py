@@ -181,6 +181,12 @@ class Staging:
         self._overwrite = overwrite
         self._journal = journal
         self._is_begun = False
+        self.is_work_kept = False
+
+    def keep_work(self) -> str:
+        """Let finished parts stay though data are bad; gives where they are."""
+        self.is_work_kept = True
+        return str(self._journal.folder)
 
     def scratch(self, name: str, make: Callable[[Path], Facts | None]) -> tuple[Path, Facts]:
         """A working file by name and the facts found while `make` wrote it."""
@@ -287,10 +293,10 @@ def staged(
     """Yield the `Staging` of the folder `out`; `work` (JSON values) says what it will hold.
 
     A run that was killed left its finished parts: the same work goes on from there, other work
-    starts anew. Bad data leaves nothing behind. An existing `out` is replaced only with
-    `overwrite`, and only if it is ours; it must not hold any of `sources`. Working files lie in a
-    folder of their own, inside `work_folder` if one is named. Raises `OutputExistsError`, also
-    where another process is preparing the same folder.
+    starts anew. Bad data leaves nothing behind, unless `keep_work` was called. An existing `out` is
+    replaced only with `overwrite`, and only if it is ours; it must not hold any of `sources`.
+    Working files lie in a folder of their own, inside `work_folder` if one is named. Raises
+    `OutputExistsError`, also where another process is preparing the same folder.
     """
     out = _without_links(out)
     for source in map(_without_links, sources):
@@ -319,7 +325,7 @@ def staged(
             raise
         except DataError:
             # What was uploaded must still be known as ours.
-            if not _uploads_in(folder):
+            if not staging.is_work_kept and not _uploads_in(folder):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)

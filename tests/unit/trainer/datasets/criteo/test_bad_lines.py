@@ -17,7 +17,7 @@ from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.datasets.cli import app
 from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 from trainer.datasets.criteo.reader import BadLines, parse_lines
-from trainer.errors import BadValueError, TooFewRowsError, TooManyBadRowsError
+from trainer.errors import BadValueError, CorruptFileError, TooFewRowsError, TooManyBadRowsError
 
 OPTIONS = CriteoOptions(min_count=3, num_partitions=4, on_bad_line="skip", **SMALL)
 # 32 KiB hold about 120 lines, and two blocks are a run.
@@ -147,10 +147,23 @@ def days(tmp_path: Path) -> Path:
     return folder
 
 
+def test_what_is_left_out_can_be_decided_after_the_fault(days, tmp_path, before_parts):
+    out, made = tmp_path / "out", []
+    with before_parts(lambda name: "/runs/" in name and made.append(int(Path(name).stem))):
+        with pytest.raises(BadValueError, match=r"day_1, line 551, column 'int_0'") as found:
+            prepared(days, out, on_bad_line="fail")
+        assert str(tmp_path / ".out.partial") in found.value.__notes__[0]
+        bad_run = made.pop()
+        made.clear()
+        prepared(days, out)
+        assert bad_run == made[0] > 0, "what was read before was read again"
+    assert digest(out) == digest(prepared(days, tmp_path / "fresh"))
+
+
 def test_what_a_laxer_try_left_out_is_no_longer_left_out(days, tmp_path, killed_at):
     with killed_at("result/", 1):
         prepared(days, tmp_path / "out")
-    with pytest.raises(BadValueError, match=r"line 551, column 'int_0': '1\.5'"):
+    with pytest.raises(CorruptFileError, match=r"line 551, column 'int_0': '1\.5'"):
         prepared(days, tmp_path / "out", on_bad_line="fail")
 
 

@@ -281,49 +281,6 @@ def _job_trouble() -> list[AnyPanel]:
     ]
 
 
-def _newest(metric: str) -> str:
-    """A gauge of Ray, which shows a value once and leaves it out until it has measured again."""
-    return f"last_over_time({metric}[2m])"
-
-
-def _by_node(expr: str, legend: str = "{{instance}}", how: str = "sum") -> Query:
-    return Query(f"{how} by (instance) ({expr})", legend)
-
-
-def ray() -> dashboard.Dashboard:
-    """The machines under the jobs, as Ray tells of them."""
-    states = ("active", "idle", "pending", "failed")
-    nodes = [Query(f"sum({_newest(f'ray_cluster_{state}_nodes')})", state) for state in states]
-    panels = [graph("Nodes", *nodes)]
-    used = f"{_newest('ray_node_mem_used')} / {_newest('ray_node_mem_total')}"
-    shares = {
-        "CPU": f"{_newest('ray_node_cpu_utilization')} / 100",
-        "Memory": used,
-        "GPU": f"{_newest('ray_node_gpus_utilization')} / 100",
-        "Disk": f"{_newest('ray_node_disk_utilization_percentage')} / 100",
-    }
-    for title, share in shares.items():
-        query = _by_node(share, how="avg")
-        panels.append(graph(title, query, unit="percentunit", most=1))
-    # Ray tells it in MiB.
-    gpu_memory = _by_node(f"{_newest('ray_node_gram_used')} * 1048576")
-    panels.append(graph("GPU memory used", gpu_memory, unit="bytes"))
-    speeds = {
-        "Network": ("node_network_receive", "node_network_send"),
-        "Disk": ("node_disk_io_read", "node_disk_io_write"),
-    }
-    for title, metrics in speeds.items():
-        both = [
-            _by_node(
-                _newest(f"ray_{metric}_speed"), f"{metric.rpartition('_')[2]} {{{{instance}}}}"
-            )
-            for metric in metrics
-        ]
-        panels.append(graph(f"{title} speed", *both, unit="Bps", width=12))
-    title, text = "Shardloom: Ray nodes", "Ray's own metrics, by node."
-    return board("shardloom-ray", title, text, {"": panels})
-
-
 def dashboards() -> dict[str, dashboard.Dashboard]:
     """Every dashboard by the name of its file."""
-    return {"overview.json": overview(), "job.json": job(), "ray.json": ray()}
+    return {"overview.json": overview(), "job.json": job()}

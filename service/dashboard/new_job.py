@@ -1,4 +1,4 @@
-"""The page of a new job: text, form, checks while one types, plan, command, submission.
+"""The page of a new job: text, form, checks while one types, plan, submission.
 
 The text is the truth; the form changes it in place. What is submitted goes through `POST /v1/jobs`,
 or `:clone` for a copy of a job, whose problems are shown at their fields.
@@ -18,7 +18,7 @@ from service.dashboard import fragments, spec_text
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import MOUNT_PATH, blank_page, go_to, page_frame, panel
-from service.dashboard.sweeps import SearchForm, options_of
+from service.dashboard.sweeps import SearchForm
 from service.domain.auth import Role
 from service.domain.timeline import counted
 from service.jobs.actions import spec_of_clone
@@ -83,7 +83,6 @@ class NewJobPage:
         self._source = ui.context.client.request.query_params.get("source", "")
         self._templates = spec_text.templates()
         self._template = ""
-        self._original: Any = None
         self._key = str(uuid.uuid4())
         self._is_syncing = False
         self._pending: ui.timer | None = None
@@ -131,8 +130,6 @@ class NewJobPage:
                         self._take.set_visibility(False)
                     with panel("Code"):
                         self._build_upload()
-                    with panel("The same from a terminal"):
-                        self._command = ui.label().classes("command-line")
         await self._check()
 
     async def _first_text(self) -> str:
@@ -145,9 +142,7 @@ class NewJobPage:
             self._templates[""] = spec_text.written(document)
         elif _DEFAULT_TEMPLATE in self._templates:
             self._template = _DEFAULT_TEMPLATE
-        text = self._templates[self._template]
-        self._original = parse_document(text)
-        return text
+        return self._templates[self._template]
 
     def _build_editor(self, text: str) -> None:
         with panel("Spec", "editor-panel"):
@@ -216,9 +211,7 @@ class NewJobPage:
 
     async def _use_template(self) -> None:
         self._template = str(self._choice.value)
-        text = self._templates[self._template]
-        self._original = parse_document(text)
-        self._editor.set_value(text)
+        self._editor.set_value(self._templates[self._template])
 
     def _text_changed(self) -> None:
         self._key = str(uuid.uuid4())
@@ -243,18 +236,11 @@ class NewJobPage:
         self._editor.set_value(text)
 
     async def _check(self) -> None:
-        """Check the text, and show its problems, its values and its command."""
+        """Check the text, and show its problems and its values."""
         checked = await asyncio.to_thread(spec_text.check, self._editor.value)
         self._show_problems(checked.problems)
         self._show_values(checked.document)
         search = self._search.check(checked.spec)
-        verb = "sweep" if search else "submit"
-        origin = f"clone {self._source}" if self._source and not search else ""
-        origin = f"{verb} examples/{self._template}" if self._template else origin
-        command = spec_text.command_of(
-            checked.document, verb, origin, self._original, options=options_of(search)
-        )
-        self._command.set_text(command)
         self._submit.set_text("Start the sweep" if search else "Submit")
         self._submit.set_enabled(checked.spec is not None and search is not None)
         if self._planning is not None:

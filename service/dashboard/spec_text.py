@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from trainer.spec.parse import parse_document, set_values
 _EXAMPLES_DIRS = (Path(__file__).parent / "examples", Path(__file__).parents[2] / "examples")
 _LINE = re.compile(r"line (\d+), column \d+")
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
-_MAX_SETTINGS = 12
-_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -222,7 +219,7 @@ def _keys_of(path: str) -> list[str | int]:
     return [int(index) if index else name for index, name in _PART.findall(path)]
 
 
-# ---- templates, and the command for the same
+# ---- templates
 
 
 def templates() -> dict[str, str]:
@@ -232,27 +229,7 @@ def templates() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
-def command_of(
-    document: Any,
-    verb: str,
-    origin: str,
-    original: Any,
-    *,
-    options: Iterable[str] = (),
-) -> str:
-    """The command that submits the same: what it came from with settings, or a file of its own.
-
-    `verb` is submit or sweep, which has `options`. `origin` is the command for the original as it
-    is, empty where there is none.
-    """
-    settings = _settings(original, document) if origin else None
-    if settings is None or len(settings) > _MAX_SETTINGS:
-        origin, settings = f"{verb} job.yaml", {}
-    code = value_at(document, "model.code")
-    has_code = code is not None and code != value_at(original, "model.code")
-    told = [f"--set {shlex.quote(f'{path}={flow(value)}')}" for path, value in settings.items()]
-    head = f"shardloom {origin}{' --code DIR' if has_code else ''}"
-    return " \\\n  ".join([head, *told, *options])
+# ---- values on one line
 
 
 def flow(value: Any) -> str:
@@ -265,26 +242,6 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return "\N{EN DASH}" if value is None else flow(value)
-
-
-def _settings(old: Any, new: Any, path: str = "") -> dict[str, Any] | None:
-    """Values by path that lead from one document to another; None where settings cannot."""
-    if old == new:
-        return {}
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {path: new} if path else None
-    if old.keys() - new.keys():
-        return None
-    found: dict[str, Any] = {}
-    for name, value in new.items():
-        here = f"{path}.{name}" if path else str(name)
-        is_new_section = name not in old and isinstance(value, dict) and value
-        before = {} if is_new_section else old.get(name, _NOTHING)
-        below = {here: value} if before is _NOTHING else _settings(before, value, here)
-        if below is None or "model.code" in below:
-            return None
-        found |= below
-    return found
 
 
 # ---- differences

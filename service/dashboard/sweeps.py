@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +14,6 @@ from service.dashboard.job import ChartBox
 from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import MOUNT_PATH, link_button, page_frame, panel
-from service.dashboard.spec_text import flow
 from service.domain.auth import Role
 from service.domain.sweeps import SweepStatus, loss_of
 from service.schemas import wording
@@ -89,25 +87,6 @@ class SearchForm:
             "num_parallel": int(self._parallel.value or 1),
             "early_stopping": {"min_steps": int(stop)} if stop else None,
         }
-
-
-def options_of(search: Mapping[str, Any] | None) -> list[str]:
-    """The same as options of `shardloom sweep`."""
-    if not search:
-        return []
-    found = [f"--vary {shlex.quote(_range_text(each))}" for each in search["parameters"]]
-    found += [f"--metric {shlex.quote(search['metric'])}", f"--search {search['search']}"]
-    found += [f"--trials {search['num_trials']} --parallel {search['num_parallel']}"]
-    found += [f"--{search['direction']}"] if search["direction"] else []
-    stopping = search["early_stopping"]
-    return [*found, *([f"--stop-early {stopping['min_steps']}"] if stopping else [])]
-
-
-def _range_text(parameter: Mapping[str, Any]) -> str:
-    if "values" in parameter:
-        return f"{parameter['path']}={','.join(map(flow, parameter['values']))}"
-    log = "log:" if parameter["log"] else ""
-    return f"{parameter['path']}={log}{parameter['low']}..{parameter['high']}"
 
 
 class SweepsPage:

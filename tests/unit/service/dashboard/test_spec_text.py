@@ -91,28 +91,6 @@ def test_whatever_is_set_is_read_back_and_nothing_else_changes(path: str, value:
     assert all(document[name] == parse_document(TEXT)[name] for name in unchanged)
 
 
-def test_the_command_says_what_was_changed_in_an_example_or_names_a_file() -> None:
-    old = parse_document(TEXT)
-    new = parse_document(spec_text.with_value(TEXT, "training.epochs", 3))
-    command = spec_text.command_of(new, "submit", "submit examples/tiny.yaml", old)
-    assert command.splitlines() == [
-        "shardloom submit examples/tiny.yaml \\",
-        "  --set training.epochs=3",
-    ]
-    new = {**old, "retry": {"max_failures": 1}, "labels": {}}
-    lines = spec_text.command_of(new, "submit", "clone job-1", old).splitlines()
-    assert lines[1:] == ["  --set retry.max_failures=1 \\", "  --set 'labels={}'"]
-    varied = ["--vary training.epochs=1,2"]
-    found = spec_text.command_of({"name": "x"}, "sweep", "", old, options=varied)
-    assert found == "shardloom sweep job.yaml \\\n  --vary training.epochs=1,2"
-    coded = {**old, "model": {"module": "net:Net", "code": "c-1"}}
-    found = spec_text.command_of(coded, "submit", "submit examples/tiny.yaml", old)
-    assert found == "shardloom submit job.yaml --code DIR"
-    wider = {**coded, "model": {**coded["model"], "arguments": {"width": 8}}}
-    found = spec_text.command_of(wider, "submit", "clone job-1", coded)
-    assert found.splitlines()[1:] == ["  --set model.arguments.width=8"]
-
-
 def test_only_what_differs_is_told_and_items_of_lists_go_by_their_names() -> None:
     users, movies = {"name": "users", "dim": 8}, {"name": "movies", "dim": 4}
     left = {"tables": [users, movies], "same": 1, "layers": [16, 8]}

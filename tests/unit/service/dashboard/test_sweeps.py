@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import shlex
 from dataclasses import replace
 
 from service.api.views import sweep_detail
-from service.dashboard.sweeps import csv_of, options_of, parallel_options, value_options
+from service.dashboard.sweeps import csv_of, parallel_options, value_options
 from service.domain.models import JobStatus
 from service.domain.sweeps import Observed, Parameter, Sweep, Trial
 from service.schemas.sweeps import SweepDetail, parameter_of
@@ -80,18 +78,3 @@ def test_bounds_are_read_as_values_are() -> None:
     read = [parameter_of(f"training.epochs={text}") for text in ("0x10..0x20", "1..1e2", "0x10,1")]
     assert [each.get("low") for each in read] == [16, 1, None]
     assert (read[0]["high"], read[1]["high"], read[2]["values"]) == (32, 100.0, [16, 1])
-
-
-def test_the_command_for_a_search_reads_back_as_it() -> None:
-    texts = ["optimizer.sparse.lr=log:1e-4..0.3", "training.epochs=1..4", "model.arch=[1, a b],2"]
-    search = {
-        "parameters": [*map(parameter_of, texts)],
-        **{"metric": "validation/ne", "direction": "maximize", "search": "tpe"},
-        **{"num_trials": 6, "num_parallel": 2, "early_stopping": {"min_steps": 100}},
-    }
-    words = shlex.split(" ".join(options_of(search)))
-    varied = [word for before, word in itertools.pairwise(words) if before == "--vary"]
-    assert [*map(parameter_of, varied)] == search["parameters"]
-    assert " ".join(words).endswith("--trials 6 --parallel 2 --maximize --stop-early 100")
-    assert "--maximize" not in options_of(search | {"direction": None})
-    assert options_of({}) == []

@@ -310,7 +310,7 @@ def test_secrets_that_are_referred_to_are_made_by_the_hook_or_brought(variant: s
 
 def test_monitors_find_what_they_watch() -> None:
     manifests = build(FULL)
-    assert len([m for m in manifests if "grafana_dashboard" in m["metadata"]["labels"]]) == 3
+    assert len([m for m in manifests if "grafana_dashboard" in m["metadata"]["labels"]]) == 2
     (monitor,) = of_kind(manifests, "ServiceMonitor")
     service = one(manifests, "Service", "shardloom")
     assert selects(monitor["spec"]["selector"], service["metadata"]["labels"])

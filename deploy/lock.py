@@ -21,8 +21,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.protocol.versions import OLDEST_DRIVER
-
 REPO = Path(__file__).parents[1]
 FOLDER = REPO / "deploy" / "requirements"
 # What torch's CUDA build brings along; `Lock.without` keeps these out of a CPU image.
@@ -36,6 +34,9 @@ CUDA_PACKAGES = (
     "nvidia-nvshmem-cu13",
     "triton",
 )
+# The oldest driver of NVIDIA that runs programs of a major version of CUDA (docs.nvidia.com/deploy/
+# cuda-compatibility: minor version compatibility).
+_OLDEST_DRIVER = {12: 525, 13: 580}
 _HEADER = "# Written by `make lock` (deploy/lock.py) from pyproject.toml; not to be edited.\n"
 
 
@@ -105,7 +106,7 @@ def header_of(lock: str) -> str:
     found = re.search(r"^cuda-toolkit==((\d+)\.\d+)", lock, re.MULTILINE)
     if found is None:
         return _HEADER
-    oldest = OLDEST_DRIVER[int(found[2])]
+    oldest = _OLDEST_DRIVER[int(found[2])]
     return f"{_HEADER}# CUDA {found[1]}: NVIDIA driver {oldest} or later on the machines.\n"
 
 

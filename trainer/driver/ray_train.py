@@ -30,7 +30,7 @@ from trainer.layout.hosts import demand_per_worker
 from trainer.protocol.code_archive import CodeError, add_to_path
 from trainer.protocol.mirror import MirrorConfig, serve_host
 from trainer.protocol.run_dir import RunDir
-from trainer.protocol.versions import check_driver, unlike_driver, versions_here
+from trainer.protocol.versions import unlike_driver, versions_here
 from trainer.protocol.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -192,8 +192,6 @@ def check_machine(worker: WorkerConfig, host: str) -> None:
     if unlike := unlike_driver(worker.versions, versions_here()):
         message = f"{host} is set up differently: {'; '.join(unlike)}; install the same there"
         raise blame(EndReason.VERSION_MISMATCH, message)
-    if too_old := check_driver():
-        raise blame(EndReason.VERSION_MISMATCH, f"{host}: {too_old}")
     spec_path = RunDir(worker.run_dir).attempt(worker.attempt_id).resolved_spec_path
     if not spec_path.exists():
         message = (

@@ -2,16 +2,13 @@
 
 torch, fbgemm and torchrec are compiled against one another: a wrong combination fails much
 later, in an operator that is missing. Ray is pinned because elastic training relies on its
-Train V2 internals. A driver that is older than torch's CUDA fails at the first kernel.
+Train V2 internals.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
-import importlib.util
-import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -22,9 +19,6 @@ MATCHED_STACKS: tuple[dict[str, str], ...] = (
     {"torch": "2.13", "fbgemm-gpu": "1.8", "torchrec": "1.8", "ray": "2.60"},
     {"torch": "2.11", "fbgemm-gpu": "1.6", "torchrec": "1.6", "ray": "2.60"},
 )
-# The oldest driver of NVIDIA that runs programs of a major version of CUDA (docs.nvidia.com/deploy/
-# cuda-compatibility: minor version compatibility).
-OLDEST_DRIVER = {12: 525, 13: 580}
 _CODE = Path(__file__).resolve().parents[1]
 
 
@@ -41,10 +35,8 @@ def installed_versions() -> dict[str, str]:
 def check_versions(installed: Mapping[str, str] | None = None) -> list[str]:
     """Compare `installed` (default: this environment) with the matched stack of its torch.
 
-    Says of each package that does not fit what is wrong and how to mend it; of this environment
-    also whether the GPU driver is too old.
+    Says of each package that does not fit what is wrong and how to mend it.
     """
-    too_old = check_driver() if installed is None else None
     installed = installed_versions() if installed is None else installed
     stack = next(
         (row for row in MATCHED_STACKS if _fits(installed.get("torch"), row["torch"])),
@@ -59,51 +51,7 @@ def check_versions(installed: Mapping[str, str] | None = None) -> list[str]:
                 f"{package} {state}, {wanted} is needed: run `make setup`, or "
                 "pip install 'shardloom[trainer-cpu]' ('shardloom[trainer-gpu]' with CUDA)"
             )
-    return mismatches + ([too_old] if too_old else [])
-
-
-def check_driver() -> str | None:
-    """What is wrong with the GPU driver here; None where it fits, or there is none, or no CUDA."""
-    return driver_mismatch(cuda_of_torch(), _cuda_of_driver())
-
-
-def driver_mismatch(cuda: str | None, driver: tuple[int, int] | None) -> str | None:
-    """Why torch, built for `cuda`, cannot run on a driver for CUDA `driver`, and what to upgrade.
-
-    Drivers run what was built for their own major version of CUDA or an older one.
-    """
-    if cuda is None or driver is None:
-        return None
-    major = int(cuda.partition(".")[0])
-    if driver[0] >= major:
-        return None
-    oldest = OLDEST_DRIVER.get(major)
-    return (
-        f"torch is built for CUDA {cuda}, the NVIDIA driver here ends at CUDA {driver[0]}."
-        f"{driver[1]}: upgrade the driver to {f'{oldest} or later' if oldest else 'a newer one'}"
-    )
-
-
-def cuda_of_torch() -> str | None:
-    """The version of CUDA that torch is built for, as in 13.0; None for CPUs. Imports no torch."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return None
-    text = Path(found.origin).with_name("version.py").read_text()
-    version_line = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return version_line[1] if version_line else None
-
-
-def _cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA that the driver of this machine knows; None where there is no driver."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    number = ctypes.c_int()
-    if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
-        return None
-    return number.value // 1000, number.value % 1000 // 10
+    return mismatches
 
 
 @cache

@@ -20,7 +20,6 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from trainer.driver import ray_train
 from trainer.driver.ray_train import check_machine, classify
 from trainer.driver.torch_backend import let_gloo_use_address
 from trainer.protocol.run_dir import RunDir
@@ -120,9 +119,7 @@ def test_workers_that_found_no_room_in_time_are_told_from_those_that_died() -> N
     assert (gone.reason, gone.blamed_host) == (EndReason.HOST_LOST, "10.0.0.3")
 
 
-def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_why(
-    tmp_path, monkeypatch
-):
+def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_why(tmp_path):
     files = RunDir(tmp_path).attempt("job-x-a0")
     config = SimpleNamespace(
         run_dir=tmp_path, attempt_id="job-x-a0", versions=versions_here() | {"torch": "1.2.3"}
@@ -132,10 +129,6 @@ def test_a_worker_on_a_machine_that_is_set_up_otherwise_writes_nothing_and_says_
     assert raised.value.reason == EndReason.VERSION_MISMATCH
     assert raised.value.blamed_host == "10.0.0.2"
     config.versions = versions_here()
-    with monkeypatch.context() as patch:
-        patch.setattr(ray_train, "check_driver", lambda: "upgrade the driver to 580 or later")
-        with pytest.raises(failures.WorkerFailure, match=r"10\.0\.0\.2: upgrade the driver"):
-            check_machine(config, "10.0.0.2")
     with pytest.raises(failures.WorkerFailure, match="mount the service's run storage") as raised:
         check_machine(config, "10.0.0.2")
     assert raised.value.reason == EndReason.STORAGE_ERROR

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 
 import httpx
@@ -19,8 +18,6 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import (
     MATCHED_STACKS,
     check_versions,
-    cuda_of_torch,
-    driver_mismatch,
 )
 from trainer.protocol.worker_config import SecretEnv
 
@@ -128,33 +125,3 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them():
     assert [mismatch.split()[0] for mismatch in found] == list(MATCHED_STACKS[0])
     assert found[0].startswith("torch is missing, 2.13 is needed")
     assert "shardloom[trainer-cpu]" in found[0]
-
-
-@pytest.mark.parametrize(
-    ("cuda", "driver", "wrong"),
-    [
-        (
-            "13.0",
-            (12, 9),
-            "torch is built for CUDA 13.0, the NVIDIA driver here ends at CUDA 12.9: ",
-        ),
-        ("13.0", (13, 0), None),
-        ("12.6", (13, 1), None),
-        ("13.0", None, None),  # a head without GPUs
-        (None, (12, 9), None),
-    ],
-)
-def test_a_driver_that_is_too_old_is_named_with_the_one_to_upgrade_to(cuda, driver, wrong):
-    found = driver_mismatch(cuda, driver)
-    assert found == (wrong and f"{wrong}upgrade the driver to 580 or later")
-
-
-def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path, monkeypatch):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("raise AssertionError('imported')")
-    version = tmp_path / "torch/version.py"
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    for line, cuda in (("cuda: Optional[str] = None", None), ("cuda: str = '13.0'", "13.0")):
-        version.write_text(f"__version__ = '2.13.0+cu130'\n{line}\n")
-        assert cuda_of_torch() == cuda

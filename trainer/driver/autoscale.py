@@ -30,11 +30,6 @@ MAX_PENDING = 64
 _PLACED = "CREATED"
 # GCS answers one driver after another, and each polls several times a second.
 _FRESH_S = 2.0
-# A minimal reservation, of what every node has.
-_FOOTHOLD = {"memory": 2.0**20}
-# Far above what workers need until they have their room.
-_KEEP_S = 300.0
-_SETTLE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,6 @@ class RayAutoscaler:
         self._table: dict[str, Mapping[str, Any]] = {}
         self._read_at = float("-inf")
         self._groups: dict[str, tuple[CapacityRequest, Any]] = {}
-        self._footholds: dict[str, Any] = {}
 
     def pending(self) -> list[PendingCapacity]:
         """Requests that were sent and not withdrawn; their state is some seconds old at most."""
@@ -147,22 +141,12 @@ class RayAutoscaler:
         )
         self._groups[group.id.hex()] = wanted, group
 
-    def keep(self, node_id: str) -> str:
-        """Reserve next to nothing on a node, so that it is not idle; the id to withdraw."""
-        from ray.util.placement_group import placement_group
-
-        there = [{NODE_ID_LABEL: node_id}]
-        group = placement_group([_FOOTHOLD], bundle_label_selector=there)
-        self._footholds[group.id.hex()] = group
-        return str(group.id.hex())
-
     def withdraw(self, id_: str) -> None:
-        """Drop a request with the room that it reserves, or a kept node; known or not."""
+        """Drop a request with the room that it reserves."""
         from ray.util.placement_group import remove_placement_group
 
-        _, group = self._groups.pop(id_, (None, self._footholds.pop(id_, None)))
-        if group is not None:
-            remove_placement_group(group)
+        _, group = self._groups.pop(id_)
+        remove_placement_group(group)
 
 
 def bundles_of(request: CapacityRequest, demand: Mapping[str, float]) -> list[dict[str, float]]:
@@ -194,9 +178,7 @@ class CapacityManager:
     read_free_hosts: Callable[[], list[Host]]
     resources_per_worker: Mapping[str, float]
     write: Callable[[events.Event], None]
-    clock: Callable[[], float] = time.monotonic
     _reported: tuple[int, int] = field(default=(0, 0), init=False)
-    _kept: dict[str, tuple[str, float]] = field(default_factory=dict, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def read_hosts(self) -> list[Host]:
@@ -208,7 +190,6 @@ class CapacityManager:
     def seek(self, demand: CapacityDemand, hosts: Sequence[Host]) -> None:
         """Request exactly what is needed; `demand` counts no reserved room, `hosts` are live."""
         with self._lock:
-            self._let_go(hosts)
             addresses = {host.node_id: host.address for host in hosts}
             pending = self.autoscaler.pending()
             withdrawn, requests = revise(demand.requests, pending, addresses)
@@ -221,29 +202,12 @@ class CapacityManager:
             self._report(demand, sum(len(each.node_ids) for each in kept))
 
     def give(self, node_ids: Sequence[str]) -> None:
-        """Release reservations on these nodes, by default on all, for workers that start now.
-
-        They may need longer than an idle node stays, so the nodes are kept meanwhile.
-        """
+        """Release reservations on these nodes, by default on all, for workers that start now."""
         with self._lock:
             for each in self.autoscaler.pending():
                 nodes = set(each.node_ids)
                 if nodes and (not node_ids or nodes & set(node_ids)):
-                    for node_id in nodes - set(self._kept):
-                        self._kept[node_id] = self.autoscaler.keep(node_id), self.clock()
                     self.autoscaler.withdraw(each.id)
-
-    def _let_go(self, hosts: Sequence[Host]) -> None:
-        """Stop keeping nodes that are in use or gone, or that were kept for too long."""
-        live = {host.node_id for host in hosts}
-        used = {host.node_id for host in hosts if host.num_free < host.num_slots}
-        for node_id, (kept_id, since) in list(self._kept.items()):
-            age_s = self.clock() - since
-            # Room that was just released counts as used for a moment.
-            is_used = node_id in used and age_s > _SETTLE_S
-            if is_used or node_id not in live or age_s > _KEEP_S:
-                del self._kept[node_id]
-                self.autoscaler.withdraw(kept_id)
 
     def close(self) -> None:
         self.seek(CapacityDemand(0, 0), ())

@@ -24,7 +24,6 @@ class Cloud:
     known: dict[str, PendingCapacity] = field(default_factory=dict)
     avoided: list[set[str]] = field(default_factory=list)
     num_asked: int = 0
-    kept: list[str] = field(default_factory=list)
 
     def pending(self) -> list[PendingCapacity]:
         return list(self.known.values())
@@ -35,12 +34,7 @@ class Cloud:
         self.known[str(self.num_asked)] = PendingCapacity(str(self.num_asked), wanted)
 
     def withdraw(self, id_: str) -> None:
-        self.known.pop(id_, None)
-        self.kept = [each for each in self.kept if f"keep {each}" != id_]
-
-    def keep(self, node_id: str) -> str:
-        self.kept.append(node_id)
-        return f"keep {node_id}"
+        del self.known[id_]
 
     def give(self, id_: str, *node_ids: str) -> None:
         self.known[id_] = PendingCapacity(id_, self.known[id_].request, node_ids)

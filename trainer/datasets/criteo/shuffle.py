@@ -223,10 +223,13 @@ class LineShuffle:
                     bad.merge(facts["bad"])
                     self._check_bad(file, num_lines, bad)
                 except (BadValueError, CorruptFileError, TooManyBadRowsError) as error:
-                    if paths:
+                    # A file that is wholly bad has to change, with which all starts anew.
+                    if paths and bad.total < num_lines:
+                        is_skipping = self.options.on_bad_line == "skip"
+                        with_what = "more --max-bad-lines" if is_skipping else "--on-bad-line skip"
                         error.add_note(
                             f"What was read before stays in {self.staging.keep_work()}: run the "
-                            "same command with --on-bad-line skip to go on without such lines"
+                            f"same command with {with_what} to go on without such lines"
                         )
                     raise
                 # Blocks of a run that is already there are still to be passed over.
@@ -248,9 +251,8 @@ class LineShuffle:
     def _check_bad(self, file: Location, num_lines: int, bad: BadLines) -> None:
         """Raise where more lines are left out than may be, be it by an earlier, laxer try.
 
-        `bad` is of `file`, which has `num_lines`.
-        A bound below 1 is a share of each file's lines, another the number in all files. A file
-        without a good line is refused whatever the bound.
+        `bad` is of `file`, which has `num_lines`. A bound below 1 is a share of each file's lines,
+        another the number in all files. A file without a good line is refused whatever the bound.
         """
         bound, others = self.options.max_bad_lines, self.bad.total
         if not bad.total:

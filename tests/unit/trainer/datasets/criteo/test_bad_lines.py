@@ -160,6 +160,24 @@ def test_what_is_left_out_can_be_decided_after_the_fault(days, tmp_path, before_
     assert digest(out) == digest(prepared(days, tmp_path / "fresh"))
 
 
+def test_how_to_go_on_is_said_where_one_can(days, tmp_path):
+    kept = tmp_path / ".out.partial"
+    for options, way in (
+        ({"on_bad_line": "fail"}, "with --on-bad-line skip"),
+        ({"max_bad_lines": 0.001}, "with more --max-bad-lines"),
+    ):
+        with pytest.raises((BadValueError, TooManyBadRowsError)) as found:
+            prepared(days, tmp_path / "out", **options)
+        (note,) = found.value.__notes__
+        assert str(kept) in note and way in note
+        assert kept.exists()
+    write(days / "day_1", ["x"] * 100)
+    with pytest.raises(TooManyBadRowsError, match="not one can be read") as found:
+        prepared(days, tmp_path / "out", max_bad_lines=1000)
+    assert not hasattr(found.value, "__notes__")
+    assert not kept.exists()
+
+
 def test_what_a_laxer_try_left_out_is_no_longer_left_out(days, tmp_path, killed_at):
     with killed_at("result/", 1):
         prepared(days, tmp_path / "out")

@@ -452,7 +452,8 @@ class ReplicaCollectives:
     def gathers(self, batch: Batch) -> bool:
         """Whether means of `batch` are best formed where they are used (see `average_batch`).
 
-        Not on GPUs, where a sum is a kernel of its own, which would read twice as much.
+        Not on GPUs, where a sum is a kernel of its own, which would read twice as much, and not of
+        independent groups, which weigh their replicas.
         """
         is_plain = batch.wire is None and self._weights is None
         return is_plain and self.num_replicas == 2 and self.device.type == "cpu"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.small_model import pairwise_mean
+from trainer.parallel import sync
 from trainer.parallel.collectives import (
     Batch,
     Block,
@@ -225,7 +226,8 @@ def test_two_replicas_form_their_means_as_they_land(
     starts = [block.tensor.clone() for block in blocks]
     replicas = ReplicaCollectives([PairOfReplicas(rank)], torch.device("cpu"))
     replicas.chunk_bytes = max_bytes
-    pending = PendingSync(blocks, replicas)
+    with patch.object(sync, "_CACHE_BYTES", max_bytes // 3):  # a batch lands in several pieces
+        pending = PendingSync(blocks, replicas)
     for block in blocks:
         block.tensor[::2] += 1
     pending.form_means()

@@ -382,7 +382,7 @@ class MetricPoint:
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """An event of a job's timeline; `id` rises along the timeline and is the paging cursor."""
+    """An event of a job's timeline. `id` rises along it: the cursor of pages and of streams."""
 
     id: int
     job_id: str

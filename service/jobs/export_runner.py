@@ -7,6 +7,7 @@ The process imports torch, which the service never does, and gets none of the se
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -70,6 +71,8 @@ _ADVICE = (
     "export where they train with `export: {on_success: true}`, and finished ones on a host of the "
     "cluster with `shardloom export --run-dir DIR --to DIR`"
 )
+# No program is there, or none that this host runs; other errors of starting one may pass.
+_NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENOEXEC)
 _End = Literal["ended", "late", "closed", "deleted"]
 StartProcess = Callable[..., "subprocess.Popen[Any]"]
 
@@ -162,7 +165,9 @@ class ExportRunner:
                     # Ctrl-C is for the service, which ends the process in its own time.
                     start_new_session=True,
                 )
-            except (FileNotFoundError, PermissionError) as error:
+            except OSError as error:
+                if error.errno not in _NO_PROGRAM:
+                    raise
                 folder.fail(f"no process can make the export: {error}. {_ADVICE}")
                 return
             end = self._wait(process, folder)

@@ -59,8 +59,8 @@ MEDIA_TYPE = "application/zip"
 async def upload_code(request: Request, context: ContextDep) -> CodeSummary:
     """Keep a zip archive whose files all lie under `code/`; its id is the SHA-256 of its bytes.
 
-    The same archive sent again has the same id. 422 for what could not be unpacked safely,
-    507 where as much is kept as the settings allow.
+    `model.code` of a spec names that id, which the same archive sent again has too. 422 for what
+    could not be unpacked safely, 507 where as much is kept as the settings allow.
     """
     data = await request.body()
     keep = partial(keep_code, context.settings, data)

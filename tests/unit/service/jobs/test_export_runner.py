@@ -81,8 +81,17 @@ def test_an_export_that_the_python_here_cannot_make_says_what_to_do(
     bare = tmp_path / "bare"  # a Python that has no packages of its own
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
-    for python, said in (("/nowhere/python", "No such file"), (str(bare), "No module named")):
-        settings = api.settings.model_copy(update={"trainer_python": python})
+    text = tmp_path / "text"
+    text.write_text("no program")
+    text.chmod(0o755)
+    for python, said in (
+        ("/nowhere/python", "No such file"),
+        (text, "Exec format error"),
+        (text / "python", "Not a directory"),
+        (tmp_path, "Permission denied"),
+        (bare, "No module named"),
+    ):
+        settings = api.settings.model_copy(update={"trainer_python": str(python)})
         folder = wanted(api, job_id)
         runner = running(subprocess.Popen, settings)
         wait_until_failed(folder)

@@ -341,7 +341,7 @@ class CoordinatorClient:
 
     def _take_line(self, line: Answered) -> None:
         if isinstance(line.body, Roster):
-            self._roster = line.body
+            self._roster = line.body.after(self._roster)
         elif isinstance(line.body, Round):
             body = line.body.model_copy(update={"members": self._roster.members})
             self._take_answer(line.model_copy(update={"body": body}))

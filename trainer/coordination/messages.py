@@ -317,11 +317,29 @@ def host_of(members: Sequence[RoundMember]) -> int:
 class Roster(Message):
     """Who is in the rounds that this connection is told of from now on.
 
-    It precedes the first round of a connection and any whose members differ.
+    It precedes the first round of a connection and any whose members differ. With `gone` it is a
+    change of the last one: these groups are not in it any more, and `members` are new, or others
+    than before.
     """
 
     kind: Literal["roster"] = "roster"
     members: tuple[RoundMember, ...]
+    gone: tuple[Count, ...] | None = None
+
+    def since(self, before: Roster) -> Roster:
+        """This whole one as a change of a whole one."""
+        known = {each.group: each for each in before.members}
+        new = tuple(each for each in self.members if known.pop(each.group, None) != each)
+        return Roster(members=new, gone=tuple(known))
+
+    def after(self, before: Roster) -> Roster:
+        """The whole one after this, of which `before` was told."""
+        if self.gone is None:
+            return self
+        members = {each.group: each for each in (*before.members, *self.members)}
+        for group in self.gone:
+            del members[group]
+        return Roster(members=tuple(member for _, member in sorted(members.items())))
 
 
 class Round(Message):

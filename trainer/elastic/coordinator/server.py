@@ -170,27 +170,30 @@ class _AnswerEncoder:
 
     def __init__(self) -> None:
         self._roster, self._roster_line = Roster(members=()), b""
+        self._last_roster, self._change_line = self._roster, b""
         self._ledger, self._ledger_json = Ledger(), b""
         self._body: Answer | None = None
         self._encoded = b""
 
     def lines_for(self, connection: _Connection, reply: Reply) -> bytes:
-        """The answer, after the roster of its round where that is news."""
+        """The answer, after the roster of its round, or its change, where that is news."""
         if reply.body is not self._body:
             self._encode(reply.body)
         line = b'{"id":%d,"body":%b}\n' % (reply.id, self._encoded)
         if not isinstance(reply.body, Round) or connection.roster is self._roster:
             return line
+        is_change = connection.roster is self._last_roster
         connection.roster = self._roster
-        return self._roster_line + line
+        return (self._change_line if is_change else self._roster_line) + line
 
     def _encode(self, body: Answer) -> None:
         self._body = body
         if isinstance(body, Round):
             roster = Roster(members=body.members)
             if roster != self._roster:
-                told = Answered(id=0, body=roster).model_dump_json().encode()
-                self._roster, self._roster_line = roster, told + b"\n"
+                self._last_roster, self._roster = self._roster, roster
+                self._roster_line = _line_of(roster)
+                self._change_line = _line_of(roster.since(self._last_roster))
             body = body.model_copy(update={"members": ()})
         if isinstance(body, RoundResult):
             if body.ledger is not self._ledger:
@@ -202,6 +205,10 @@ class _AnswerEncoder:
             self._encoded = b'%b,"ledger":%b}' % (rest[:-1], self._ledger_json)
         else:
             self._encoded = body.model_dump_json().encode()
+
+
+def _line_of(roster: Roster) -> bytes:
+    return Answered(id=0, body=roster).model_dump_json().encode() + b"\n"
 
 
 class Coordinator:

@@ -145,8 +145,9 @@ def open_client(url: str | None, **options: Any) -> ShardloomClient:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document on standard output, with models at any depth."""
-    typer.echo(json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=not _shows_all()))
+    """Print one JSON document on standard output, with models at any depth; NaN is null there."""
+    document = to_jsonable_python(value, inf_nan_mode="null")
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=not _shows_all()))
 
 
 def _shows_all() -> bool:

@@ -153,6 +153,10 @@ def test_metrics_and_checkpoints_of_a_job_are_shown(api: Api) -> None:
     saved = shardloom("checkpoints", "ratings").stdout
     for word in ("1,200", "best", "1 kB", "0.9000", "step-00001200"):
         assert word in saved
+    unknown_ne = checkpoint(1300).model_copy(update={"metrics": {"validation/ne": math.nan}})
+    api.post_events(f"{job_id}-a0", batch(unknown_ne, first_seq=1001))
+    found = json.loads(shardloom("checkpoints", "ratings", "--json").stdout)
+    assert found[-1]["metrics"] == {"validation/ne": None}
 
 
 def test_submit_prints_the_id_alone_and_applies_overrides(service, spec_file):

@@ -417,7 +417,14 @@ def _mark_lines(
         style = {"color": mark.colour, "type": "solid" if mark.breaks else "dashed", "width": 1}
         data.append({"xAxis": points[place].step, "name": mark.text, "lineStyle": style})
     if best is not None:
-        label = {"show": True, "formatter": "best", "color": _TEXT_COLOUR, "fontSize": 10}
+        # Close to its line, as there is room for 12 px above that.
+        label = {
+            "show": True,
+            "formatter": "best",
+            "color": _TEXT_COLOUR,
+            "fontSize": 10,
+            "distance": 1,
+        }
         data.append({"xAxis": best.step, "name": "best checkpoint", "label": label})
     hover = {"label": {"show": True, "formatter": "{b}", "width": 240, "overflow": "truncate"}}
     return {

@@ -1,7 +1,7 @@
-"""The cluster that a test runs against: the API server of ours, or that of KUBECONFIG.
+"""The cluster of a test: an API server of ours, or that of SHARDLOOM_TEST_KUBECONFIG.
 
-Both give the same: a namespace, clients, service accounts with rules. What only ours can do
-(faults, compaction) is under `server`, which is None on a real one.
+Both give the same: a namespace, clients, service accounts with rules. Faults, which
+only ours can have, are under `server`, which is None on a real one.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def kube_api_server() -> Iterator[KubeApiServer]:
 
 @pytest.fixture
 def kube(request: pytest.FixtureRequest) -> Iterator[KubeCluster]:
-    """A namespace in the cluster of KUBECONFIG if that is set, else in our API server."""
-    if os.environ.get("KUBECONFIG"):
-        cluster = RealCluster(os.environ["KUBECONFIG"])
+    """A namespace in the cluster of SHARDLOOM_TEST_KUBECONFIG if set, else in our API server."""
+    if path := os.environ.get("SHARDLOOM_TEST_KUBECONFIG"):
+        cluster = RealCluster(path)
     else:
         cluster = InProcessCluster(request.getfixturevalue("kube_api_server"))
     yield cluster

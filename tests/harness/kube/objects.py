@@ -304,7 +304,6 @@ class Store:
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.revision = 1
-        self.compacted = 0
         self._objects: dict[Key, str] = {}
         self._history: list[Change] = []
 
@@ -350,14 +349,8 @@ class Store:
     def since(self, revision: int) -> list[Change]:
         """Writes after a revision, oldest first."""
         with self.changed:
-            num_newer = self.revision - max(revision, self.compacted)
+            num_newer = self.revision - revision
             return self._history[-num_newer:] if num_newer > 0 else []
-
-    def compact(self) -> None:
-        """Forget the history: nothing older than now can be watched any more."""
-        with self.changed:
-            self.compacted = self.revision
-            self._history.clear()
 
     def _record(self, key: Key, now: str | None) -> None:
         self.revision += 1

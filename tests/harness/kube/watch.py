@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tests.harness.kube.objects import ApiError, Change, Manifest, Resource, Store
+from tests.harness.kube.objects import Change, Manifest, Resource, Store
 
 Selects = Callable[[Manifest], bool]
 
@@ -69,17 +69,10 @@ def watched(
     timeout_s: float,
     dropped: threading.Event,
 ) -> Iterator[Manifest]:
-    """Events after a list, until the time-out, or until the watch is dropped.
-
-    A compacted start is told by an ERROR event.
-    """
+    """Events after a list, until the time-out, or until the watch is dropped."""
     revision = int(query["resourceVersion"])
     end = time.monotonic() + timeout_s
     while not dropped.is_set() and time.monotonic() < end:
-        if revision < store.compacted:
-            told = f"too old resource version: {revision} ({store.compacted})"
-            yield {"type": "ERROR", "object": ApiError(410, "Expired", told).status()}
-            return
         for change in _wait_for_changes(store, revision, end - time.monotonic(), dropped):
             revision = change.revision
             event = _event(change, wanted)
@@ -92,7 +85,7 @@ def _wait_for_changes(
 ) -> list[Change]:
     with store.changed:
         store.changed.wait_for(lambda: store.revision > revision or dropped.is_set(), limit_s)
-        return [] if revision < store.compacted else store.since(revision)
+        return store.since(revision)
 
 
 def _event(change: Change, wanted: Selection) -> Manifest | None:

@@ -157,7 +157,7 @@ def test_an_install_whose_database_cannot_be_migrated_makes_nothing(release: Rel
 @pytest.mark.slow
 def test_pod_security_of_a_real_cluster_admits_every_pod(kube: KubeCluster) -> None:
     if kube.server is not None:
-        pytest.skip("needs a cluster (KUBECONFIG): the API server of the tests has no PodSecurity")
+        pytest.skip("needs SHARDLOOM_TEST_KUBECONFIG: the API server of tests has no PodSecurity")
     core = client.CoreV1Api(kube.client())
     label = {"pod-security.kubernetes.io/enforce": "restricted"}
     core.patch_namespace(kube.namespace, {"metadata": {"labels": label}})

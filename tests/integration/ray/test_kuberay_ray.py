@@ -1,7 +1,7 @@
 """A job with a cluster of its own through the front door, on a Ray that really runs.
 
-The API server is ours or that of KUBECONFIG, the operator a stand-in, the service a process of its
-own; the trainer, its driver and workers are real and run on the stack's Ray.
+The API server is ours or that of SHARDLOOM_TEST_KUBECONFIG, the operator a stand-in, the service
+a process of its own; the trainer, its driver and workers are real and run on the stack's Ray.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def load_session(config: WorkerConfig) -> dict[str, Any]:
     """Restore from the newest checkpoint only; where this rank stands and its copy."""
     session = open_session(config)
     session.restore()
-    return {"state": session.state, "metrics": session.final_metrics, **snapshot(session)}
+    stands = {"state": session.state, "shift": session.schedule_shift}
+    return {**stands, "metrics": session.final_metrics, **snapshot(session)}
 
 
 def snapshot(session: Session) -> dict[str, Any]:

@@ -94,11 +94,12 @@ class GradientAccumulator:
         self._newest = self._total = None
 
 
-def factor(step: int, total_steps: int, spec: ScheduleSpec | None) -> float:
+def factor(step: int, total_steps: int, spec: ScheduleSpec | None, shift: int = 0) -> float:
     """What the learning rates are multiplied by at `step`, counted from 1 to `total_steps`.
 
     Between min_ratio (or 1 / warmup_steps) and 1; 1 without a schedule. A run that is shorter
-    than its warm-up never decays, and steps past the last one keep its factor.
+    than its warm-up never decays, and steps past the last one keep its factor. After a resize
+    steps of another size count in decay as if all had been of this one: that is `shift` more.
     """
     if spec is None:
         return 1.0
@@ -107,6 +108,7 @@ def factor(step: int, total_steps: int, spec: ScheduleSpec | None) -> float:
     if spec.decay == "constant":
         return 1.0
     peak = max(spec.warmup_steps, 1)
+    step, total_steps = max(step + shift, peak), total_steps + shift
     progress = min((step - peak) / max(total_steps - peak, 1), 1.0)
     half_cosine = (1.0 + math.cos(math.pi * progress)) / 2.0
     left = 1.0 - progress if spec.decay == "linear" else half_cosine
@@ -267,12 +269,12 @@ class Optimizers:
             if "step" in state:
                 state["step"].zero_()
 
-    def begin_step(self, step: int, total_steps: int) -> None:
-        """Set the rates of `step` (counted from 1), also in FBGEMM, and drop gradients.
+    def begin_step(self, step: int, total_steps: int, shift: int = 0) -> None:
+        """Set the rates of `step` (counted from 1; see `factor`), also in FBGEMM, drop gradients.
 
         Gradients of the dense part only where it has taken its step.
         """
-        self._factor = factor(step, total_steps, self._spec.schedule)
+        self._factor = factor(step, total_steps, self._spec.schedule, shift)
         sparse, dense = self._spec.sparse, self._spec.dense
         table_rate = self._share / self._gradient_scale(sparse.has_growing_moments)
         for optimizer in (self._fused, *self._whole):

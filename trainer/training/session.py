@@ -200,6 +200,7 @@ class Session:
         order = order_digest(self.train_source, self.spec)
         self.row_order = RowOrder(self.shape.num_rows, order, encodings_digest(self.spec))
         self.total_steps = self.planned_steps()
+        self.schedule_shift = 0  # of decay after a resize: see `factor`
 
     def planned_steps(self) -> int:
         """Steps of the whole run, those already done included."""
@@ -344,7 +345,7 @@ class Session:
         self.heartbeat.begin_step()
         self.tracer.begin_step(step)
         self.lookups.sampling = not self.speed.num_steps  # since the last report
-        self.optimizers.begin_step(step, self.total_steps)
+        self.optimizers.begin_step(step, self.total_steps, self.schedule_shift)
         if self._generators:
             seed = step_seed(self.spec.training.seed, self.rows_agreed, step, self.rank)
             for generator in self._generators:
@@ -729,7 +730,9 @@ class Session:
         self.state.rows_skipped += after.rows_done(num_rows) - before.rows_done(num_rows)
         self.state.reached = after
         self.loss_guard.begin_at(after)
-        self.total_steps = self.planned_steps()
+        planned_anew, self.total_steps = self.total_steps, self.planned_steps()
+        if self.spec.training.max_steps is None:
+            self.schedule_shift = planned_anew - self.total_steps
 
 
 def _format(values: dict[str, float]) -> str:

@@ -93,6 +93,15 @@ def test_factors_of_a_short_run(decay: str, expected: list[float | None]) -> Non
     assert factor(1, 1, ScheduleSpec(decay=decay)) == factor(3, 3, None) == 1.0
 
 
+@pytest.mark.parametrize(("shift", "total"), [(500, 1500), (-250, 750)])
+def test_a_resize_neither_moves_decay_nor_begins_warm_up_again(shift: int, total: int) -> None:
+    spec = ScheduleSpec(warmup_steps=100, decay="linear")
+    assert factor(50, total, spec, shift) == 0.5
+    assert factor(500, total, spec, shift) == pytest.approx(factor(500, 1000, spec), abs=0.08)
+    assert factor(101, total, spec, shift) > 0.6
+    assert factor(total, total, spec, shift) == spec.min_ratio
+
+
 @given(schedules(), st.integers(1, 300))
 def test_rates_rise_to_the_peak_and_fall_to_the_least_ratio(spec: ScheduleSpec, total: int) -> None:
     factors = [factor(step, total, spec) for step in range(1, total + 8)]

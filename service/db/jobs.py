@@ -56,6 +56,7 @@ from service.db.tables import (
     jobs,
     metadata,
     metric_names,
+    metric_points,
     streams,
     timeline,
 )
@@ -207,14 +208,19 @@ class JobStore(Transactions):
 
     @repeated
     def delete_job(self, job_id: str) -> None:
-        """Delete a job that has ended, and all its rows; raises `JobNotFound` or `JobNotEnded`."""
-        query = select(jobs.c.status).where(jobs.c.id == job_id).with_for_update()
+        """Delete a job that has ended, and all its rows; raises `JobNotFound` or `JobNotEnded`.
+
+        Its points go first, one metric a transaction: all of them may take minutes. Cut off, it is
+        to be repeated.
+        """
+        names = select(metric_names.c.id).where(metric_names.c.job_id == job_id)
+        for name in self.rows(names):
+            with self.write() as connection:
+                _lock_ended(connection, job_id)
+                own = metric_points.c.name_id == name["id"]
+                connection.execute(delete(metric_points).where(own))
         with self.write() as connection:
-            status = connection.execute(query).scalar_one_or_none()
-            if status is None:
-                raise errors.JobNotFound(job_id)
-            if not JobStatus(status).is_terminal:
-                raise errors.JobNotEnded(job_id, status)
+            _lock_ended(connection, job_id)
             # Rows that refer to others go first.
             for table in reversed(metadata.sorted_tables):
                 owned = _rows_of(table, job_id)
@@ -367,6 +373,15 @@ class JobStore(Transactions):
                     logger.error("%s", error)
                 self._unreadable.add(row["id"])
         return readable
+
+
+def _lock_ended(connection: Connection, job_id: str) -> None:
+    query = select(jobs.c.status).where(jobs.c.id == job_id).with_for_update()
+    status = connection.execute(query).scalar_one_or_none()
+    if status is None:
+        raise errors.JobNotFound(job_id)
+    if not JobStatus(status).is_terminal:
+        raise errors.JobNotEnded(job_id, status)
 
 
 def _rows_of(table: Table, job_id: str) -> ColumnElement[bool] | None:

@@ -17,7 +17,7 @@ from sqlalchemy import event, func, insert, select
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.metrics import prune
-from service.db.tables import job_secrets, metadata
+from service.db.tables import job_secrets, metadata, metric_points
 from service.domain.auth import AuditFilter
 from service.domain.job_filter import JobFilter
 from service.domain.models import Attempt, Job, JobStatus, Progress
@@ -188,6 +188,17 @@ def test_a_deleted_job_leaves_no_row_behind(store: JobStore) -> None:
     emptied = {name for name in before if before[name] > after[name] == 0}
     assert emptied >= {"streams", "metric_names", "metric_points", "checkpoints", "job_secrets"}
     assert (after["jobs"], after["job_labels"], after["attempts"]) == (1, 1, 1)
+
+
+def test_the_points_of_a_deleted_job_go_one_metric_a_transaction(store: JobStore) -> None:
+    job, attempt = _with_attempt(store)
+    store.append_events(attempt.id, batch(metrics(1, train_loss=1.0, train_auc=0.5)), NOW)
+    _with_status(store, store.get_job(job.id), JobStatus.FAILED)
+    num_left = select(func.count()).select_from(metric_points)
+    seen: list[int] = []
+    event.listen(store.engine, "commit", lambda each: seen.append(each.scalar(num_left)))
+    store.delete_job(job.id)
+    assert seen == [2, 1, 0, 0]
 
 
 def _row_counts(store: JobStore) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -256,11 +257,12 @@ class StoreMachine(RuleBasedStateMachine):
                 self._store.delete_job(job_id)
             return
 
-        def note() -> None:
-            del self._model[job_id]
-            self._keys = {key: each for key, each in self._keys.items() if each != job_id}
-
-        self._write(lambda: self._store.delete_job(job_id), note)
+        self._write(lambda: self._store.delete_job(job_id), lambda: None)
+        # One that was cut off may be repeated.
+        with suppress(JobNotFound):
+            self._store.delete_job(job_id)
+        del self._model[job_id]
+        self._keys = {key: each for key, each in self._keys.items() if each != job_id}
 
     @invariant()
     def the_store_is_as_the_model(self) -> None:

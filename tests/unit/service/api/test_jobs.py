@@ -264,15 +264,6 @@ def test_lines_and_checkpoints_have_these_fields_and_no_nan(
     assert [json.loads(each.data) for each in api.follow(f"{job_id}/events")[:-1]] == lines
 
 
-def test_a_reported_nan_does_not_break_the_timeline(api: Api) -> None:
-    job_id = api.start()
-    ended = attempt_ended().model_copy(update={"final_metrics": {"train/loss": math.nan}})
-    api.post_events(f"{job_id}-a0", batch(ended))
-    response = api.http.get(f"/v1/jobs/{job_id}/events")
-    assert response.status_code == 200
-    json.loads(response.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
 # ---- streams
 
 

@@ -40,15 +40,6 @@ def test_every_shipped_example_is_accepted(path: Path) -> None:
     assert load_spec(path.read_text()).name
 
 
-def test_defaults_give_a_synced_2d_job() -> None:
-    spec = validate_spec(spec_document())
-    assert spec.parallelism.num_replicas == 2
-    assert spec.moment_scale == 2.0
-    assert spec.parallelism.sync.every_steps == 1
-    assert spec.model.task.metric_names == ("rmse", "mae")
-    assert (spec.project, spec.priority, spec.preemptible) == ("default", 0, True)
-
-
 def test_a_spec_survives_its_own_json_which_is_read_like_yaml() -> None:
     spec = load_spec(yaml.safe_dump(spec_document()))
     assert load_spec(spec.model_dump_json(exclude_none=True)) == spec

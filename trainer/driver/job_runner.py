@@ -552,7 +552,7 @@ class JobRunner:
             if self.clock() >= until:
                 raise problem
             self.wait(_POLL_S)
-        # The last records of workers that save as they stop come after their mark.
+        # Their last records may come after the mark.
         self.wait(MIRROR_S if is_mirrored else 0.0)
         return has_stopped
 

@@ -10,9 +10,9 @@ the one that saved it, is *superseded*: it is not
 resumed from, and is removed once an attempt of the new line has committed a checkpoint. Until then
 nothing is lost: without the file the newest checkpoint counts again.
 
-Workers that end well have completed the training, or left the mark `stopping-RUN_INDEX`. Before a
-pause in the domain `replica_group` the leader saves for all groups and leaves the mark once the
-checkpoint is on storage; the driver then ends all groups.
+Workers that end well have completed the training, or left the mark `stopping-RUN_INDEX`, once a
+checkpoint for the stop is on storage. Before a pause in the domain `replica_group` the leader does
+so for all groups; the driver then ends them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training loop of one rank, requests to stop, and the reason of each failure.
 
     driver ──► stop-request.json {"run_index", "cause"}     read by rank 0 at every report
-    rank 0 ──► stopping-RUN_INDEX                           when all ranks know of it
+    rank 0 ──► stopping-RUN_INDEX                           when a checkpoint for it is saved
     rank 0 ──► completed-RUN_INDEX                          when all is trained
 
 They are files of the attempt; `trainer.protocol.requests` says what the mark tells the driver.
@@ -86,13 +86,16 @@ def _take_steps(session: Session) -> None:
         )
         if is_save_due:
             session.land_report()  # which may say that a stop is wanted: one save is enough
-        must_stop = session.is_asked_to_stop and session.may_save
-        if must_stop:
-            leave_mark(session.config, AttemptDir.stopping_path)
+        can_save = session.may_save and (is_save_due or not session.saves.is_blocked)
+        must_stop = session.is_asked_to_stop and can_save
         if is_save_due or must_stop:
             session.save_checkpoint(is_best)
         if must_stop:
             session.await_save()  # `close` gives up sooner
+            # Else the save failed: they train on, and try again after a report.
+            must_stop = session.checkpoints.settled_step == session.state.step
+        if must_stop:
+            leave_mark(session.config, AttemptDir.stopping_path)
         if session.is_finished or must_stop:
             break
 

@@ -34,6 +34,7 @@ from tests.integration.ranks.save_cases import (
 )
 from trainer.checkpoint.files import list_committed
 from trainer.failures import EndReason
+from trainer.protocol import requests
 from trainer.protocol.events import CheckpointCommitted, Metrics
 from trainer.protocol.run_dir import RunDir
 
@@ -130,6 +131,18 @@ def test_a_stop_waits_for_its_save_longer_than_for_a_rank(
     ((steps, num_beats),) = run_ranks(stop_slowly, 1, config, 2.0)
     assert steps == [6]
     assert num_beats > 5, "so that it does not count as hanging"
+
+
+def test_workers_whose_save_for_a_stop_fails_train_on_until_one_is_made(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    two = ("parallelism.workers=2", "parallelism.shard_group_size=2", "parallelism.sync=null")
+    config = make_config(small_movielens, tmp_path, *two, "checkpoint.every_steps=1000")
+    files = RunDir(tmp_path).attempt(config.attempt_id)
+    files.root.mkdir(parents=True)
+    requests.ask(files, requests.StopRequest(run_index=0, cause="request"))
+    assert run_ranks(train_over_a_failed_save, 2, config, 6) == [[11], [11]], "after a report each"
+    assert files.stopping_path(0).exists()
 
 
 def test_workers_whose_run_folder_another_attempt_took_save_and_clear_away_nothing(

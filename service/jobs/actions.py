@@ -87,6 +87,8 @@ def remove_checkpoints(checkpoint_path: str | None, job_id: str) -> list[Remaini
             return [RemainingPath(place, "the service's host does not see the folder above it")]
         if folder.is_symlink() or folder.exists():
             shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass  # Others do the same, who have the rest of it.
     except OSError as error:
         logger.warning("checkpoints at %s stay: %s", place, error)
         return [RemainingPath(place, f"it cannot be deleted: {error}")]
@@ -233,7 +235,7 @@ def delete_job(
     """Delete a job that has ended, with run folder and checkpoints unless `artifacts` is False.
 
     What is left of its checkpoints elsewhere. The folder is renamed first and removed last, so that
-    a deletion that was cut off anywhere can be asked for again, or is finished at the next start.
+    a deletion that was cut off anywhere can be asked for again, or is finished within an hour.
     Raises `JobNotFound`, `JobNotEnded` or `StorageUnavailable`.
     """
     job = store.get_job(job_id)
@@ -253,7 +255,7 @@ def delete_job(
             # Or the folder that stays would be taken for one of a job that is to be recovered.
             remove_untrusted(run_dir_of(settings, job_id).job_path, settings.runs_dir)
             return []
-        # Once more: a service that started, or a restart that failed, may have undone it.
+        # Once more: `finish_deletions`, or a restart that failed, may have undone it.
         move_to_trash(settings, job_id)
         left = remove_checkpoints(job.spec.checkpoint.path, job_id)
         empty_trash(settings, job_id)

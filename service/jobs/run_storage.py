@@ -387,7 +387,8 @@ def _merge(source: Path, target: Path, runs_dir: Path) -> None:
 
 def empty_trash(settings: Settings, job_id: str) -> None:
     for folder in _trashed_folders(settings, job_id):
-        shutil.rmtree(folder)
+        with contextlib.suppress(FileNotFoundError):  # others may do the same
+            shutil.rmtree(folder)
 
 
 def trashed_checkpoint_paths(settings: Settings, job_id: str) -> set[str]:

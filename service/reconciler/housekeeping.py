@@ -12,6 +12,7 @@ from service.db.jobs import JobStore
 from service.db.metrics import prune
 from service.db.webhooks import WebhookStore
 from service.errors import StoreUnavailable
+from service.jobs.actions import finish_deletions
 from service.jobs.code_archives import remove_old_code
 from service.jobs.exports import remove_all_deleted, remove_old_exports
 from service.settings import Settings
@@ -27,7 +28,7 @@ _ORPHAN_AGE_S = 3600.0
 
 class Housekeeper:
     """Deletes what the settings do not keep: metric points, deliveries of webhooks, uploads of
-    code, exports; and secrets of no job.
+    code, exports; secrets of no job; and what deletions that were cut off have left.
 
     `clock` gives Unix seconds.
     """
@@ -64,11 +65,12 @@ class Housekeeper:
                 old_code = partial(remove_old_code, settings, now, self._named_code)
                 self._remove("uploads of code", old_code)
                 self._remove("exports", partial(remove_old_exports, settings, now))
-                remove_all_deleted(settings)
+                self._remove("deleted exports", partial(remove_all_deleted, settings))
+                self._remove("deleted jobs", partial(finish_deletions, store, settings))
         finally:
             self._next_at = self._clock() + _INTERVAL_S
 
-    def _remove(self, what: str, remove: Callable[[], int]) -> None:
+    def _remove(self, what: str, remove: Callable[[], int | None]) -> None:
         try:
             num_removed = remove()
         except (StoreUnavailable, OSError) as error:

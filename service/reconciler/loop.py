@@ -52,7 +52,7 @@ from service.errors import (
     StoreUnavailable,
     SubmissionRefused,
 )
-from service.jobs.actions import copy_resize_request, finish_deletions
+from service.jobs.actions import copy_resize_request
 from service.jobs.code_archives import CodeGone
 from service.jobs.run_storage import (
     ask_to_pause,
@@ -125,7 +125,7 @@ _NUM_URGENT_THREADS = 4
 _CLUSTERS = ("shared", "own")
 # A pass takes far less where the database and the cluster answer.
 _SCHEDULING_S = 0.2
-# What is cut off is found again by the next start.
+# What is cut off is found again.
 _APART_S = 2.0
 
 
@@ -190,7 +190,6 @@ class Reconciler:
 
     def start(self) -> None:
         """Begin to reconcile, now and at every interval."""
-        self._run_apart("deletions", partial(finish_deletions, self._store, self._settings))
         self._thread.start()
 
     def wake(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -142,7 +143,7 @@ def test_what_only_looks_like_the_trash_of_a_job_deletes_nothing(api: Api, place
 
 
 @pytest.mark.parametrize("step", ["checkpoints", "trash"])
-def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_at_the_next_start(
+def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_later(
     api: Api, place: Path, cut_off: CutOff, step: str
 ) -> None:
     job_id, kept = ended_with_checkpoints_at(api, place), running(api)
@@ -154,7 +155,7 @@ def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_at_the_next_start
     assert run_dir_of(api.settings, kept).root.exists()
 
 
-def test_a_job_whose_deletion_was_cut_off_has_its_files_again_at_the_next_start(
+def test_a_job_whose_deletion_was_cut_off_has_its_files_again_later(
     api: Api, client: ShardloomClient, cut_off: CutOff
 ) -> None:
     job_id, folder = ended(api)
@@ -168,6 +169,27 @@ def test_a_job_whose_deletion_was_cut_off_has_its_files_again_at_the_next_start(
     assert list(api.settings.runs_dir.iterdir()) == []
     with pytest.raises(NotFound):
         client.delete(job_id)
+
+
+def test_a_deletion_passes_beside_others_that_finish_it(
+    api: Api, client: ShardloomClient, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = ended_with_checkpoints_at(api, place)
+    saved_below(place / job_id)
+    delete, remove = api.store.delete_job, shutil.rmtree
+
+    def delete_after_others(deleted: str) -> None:
+        finish_deletions(api.store, api.settings)
+        delete(deleted)
+
+    def remove_after_others(folder: Path) -> None:
+        remove(folder)
+        remove(folder)
+
+    monkeypatch.setattr(api.store, "delete_job", delete_after_others)
+    monkeypatch.setattr(shutil, "rmtree", remove_after_others)
+    assert client.delete(job_id).left == []
+    assert [*place.iterdir(), *api.settings.runs_dir.iterdir()] == []
 
 
 def test_a_restart_takes_back_what_a_deletion_that_was_cut_off_set_aside(

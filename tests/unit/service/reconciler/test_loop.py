@@ -24,7 +24,7 @@ from service.domain.lifecycle import LATE_RECORDS_S, request_cancel
 from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
 from service.errors import BackendUnreachable
 from service.jobs.actions import cancel_job, pause_job, resume_job
-from service.reconciler import loop, outbox
+from service.reconciler import housekeeping, loop, outbox
 from service.reconciler.loop import _ComputeSlot
 from service.reconciler.outbox import PATIENCE_S
 from service.settings import Settings
@@ -552,9 +552,10 @@ def test_a_service_stops_while_housekeeping_hangs_on_storage(
         begun.set()
         release.wait(scaled(60))
 
-    monkeypatch.setattr(loop, "finish_deletions", hang)
+    monkeypatch.setattr(housekeeping, "finish_deletions", hang)
     monkeypatch.setattr(loop, "_APART_S", 0.01)
     reconciler = house.reconciler()
+    house.now += 60.0
     reconciler.start()
     try:
         assert begun.wait(scaled(10))

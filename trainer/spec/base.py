@@ -78,16 +78,24 @@ _MESSAGES = {
     "missing": "required field is missing",
     "model_type": "must be a mapping of fields to values",
 }
-# Of fields with a pattern, in words.
+NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+LABEL_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$"
+IDENTIFIER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,62}$"
+_WORD = r"[A-Za-z_][A-Za-z0-9_]*"
+MODULE_PATTERN = rf"^{_WORD}(\.{_WORD})*:{_WORD}$"
 _FORMS = {
-    ("name",): "a name is 1 to 63 of a-z, 0-9 and '-', and begins and ends with a letter or digit",
-    ("model", "module"): "must name a class as package.module:Class",
+    NAME_PATTERN: "must be 1 to 63 of a-z, 0-9 and '-', and begin and end with a letter or digit",
+    LABEL_PATTERN: "must be 1 to 63 of A-Z, a-z, 0-9 and '_./-', and begin and end with a letter "
+    "or digit",
+    IDENTIFIER_PATTERN: "must be 1 to 63 of A-Z, a-z, 0-9 and '_', and not begin with a digit; "
+    "rename a column of another form in the data",
+    MODULE_PATTERN: "must name a class as package.module:Class",
 }
 
 
 def _message(error: Any) -> str:
-    if error["type"] == "string_pattern_mismatch" and error["loc"] in _FORMS:
-        return _FORMS[error["loc"]]
+    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] in _FORMS:
+        return _FORMS[error["ctx"]["pattern"]]
     if error["type"] == "extra_forbidden" and error["loc"][-1] == "constraints":
         return "unknown field; each table has its own limits: embedding_tables[].constraints"
     return _MESSAGES.get(error["type"], error["msg"])
@@ -123,9 +131,6 @@ def _merge(found: list[FieldProblem]) -> FieldProblem:
     return FieldProblem(found[0].path, found[0].code, ", or: ".join(messages))
 
 
-NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
-LABEL_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$"
-IDENTIFIER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,62}$"
 Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
 Label = Annotated[str, Field(pattern=LABEL_PATTERN)]
 

@@ -11,14 +11,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, model_validator
 
-from trainer.spec.base import Count, Identifier, SpecModel, problem
+from trainer.spec.base import MODULE_PATTERN, Count, Identifier, SpecModel, problem
 from trainer.spec.data import LabelSpec
 
-_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ModulePath = Annotated[
     str,
     Field(
-        pattern=rf"^{_NAME}(\.{_NAME})*:{_NAME}$",
+        pattern=MODULE_PATTERN,
         max_length=255,
         description="A torch module of your own, as in `package.mod:Class`.",
     ),

@@ -62,7 +62,11 @@ EVERY = "training.accumulate_steps=4; training.report_every_steps=8"
 # Changes => field, code (- for any) and a part of the message.
 FAULTS = f"""
 nonsense=1 => nonsense extra_forbidden
-name=Not Good => name string_pattern_mismatch
+name=Not Good => name string_pattern_mismatch must be 1 to 63 of a-z
+project=Ads_Team => project string_pattern_mismatch must be 1 to 63 of a-z
+labels={{team: "a b"}} => labels.team string_pattern_mismatch must be 1 to 63 of A-Z
+labels={{"a,b": c}} => labels.a,b string_pattern_mismatch must be 1 to 63 of A-Z
+features[0].column=user-id => features[0].column string_pattern_mismatch rename a column
 data.batch_sise=3 => data.batch_sise extra_forbidden
 training.Epochs=3 => training.Epochs extra_forbidden
 training.float=3 => training.float extra_forbidden
@@ -84,7 +88,7 @@ model.tasks[0].metrics=[auc] => model.tasks[0].auc_threshold missing_threshold
 model.tasks[0].metrics=[mae, mae] => model.tasks[0].metrics duplicate_metric
 model.arch=movielens => model.transformer missing_section
 model.over_arch.layer_sizes=[4, 2] => model.over_arch.layer_sizes over_arch_width
-model.module=towers => model.module -
+model.module=towers => model.module - package.module:Class
 model.module="../evil:Towers" => model.module -
 model.module=a:b.C => model.module -
 model.module=towers:Towers; model.code=ab => model.code -

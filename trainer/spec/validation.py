@@ -319,11 +319,16 @@ def check_settings(spec: JobSections) -> None:
         ("parallelism.min_groups", parallelism.min_groups > 1, "come and go one by one"),
     ):
         if is_whole and is_set:
+            if parallelism.num_replicas == 1:
+                why = "there is one copy of the tables; raise workers"
+            else:
+                is_intra = parallelism.placement == "intra_host"
+                placement = "placement is intra_host; use inter_host" if is_intra else ""
+                why = "; ".join(filter(None, (placement, parallelism.tied_by)))
             raise problem(
                 "no_effect",
                 f"only independent sharding groups {what}, but all workers of this job restart "
-                "together (placement intra_host, one copy or dense every_step); remove it, or use "
-                "placement inter_host",
+                f"together: {why}, or remove it",
                 path,
             )
     if parallelism.sync.optimizer_state != "every" and not sparse.has_state:

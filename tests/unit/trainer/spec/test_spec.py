@@ -117,7 +117,8 @@ parallelism.planner.compute_kernel=fused_uvm_caching; resources.device=cpu
 checkpoint.warm_start={{}} => checkpoint.warm_start.path missing
 checkpoint.warm_start={{path: x, tables: [users, movies]}}
     => checkpoint.warm_start.tables[1] - 'movies' is not in embedding_tables (users)
-recovery.exchange_timeout_s=7 => recovery.exchange_timeout_s no_effect
+recovery.exchange_timeout_s=7; parallelism.shard_group_size=4
+    => recovery.exchange_timeout_s no_effect together: there is one copy
 parallelism.constraints={{users: {{}}}}
     => parallelism.constraints extra_forbidden embedding_tables[].constraints
 parallelism.workers=5 => parallelism.workers not_divisible 4 or 6
@@ -125,7 +126,10 @@ parallelism.workers={{min: 6, max: 2}} => parallelism.workers bounds min (6) is 
 parallelism.workers={{min: 3, max: 6}} => parallelism.workers.min not_divisible 2 or 4
 parallelism.workers={{min: 2, max: 5}} => parallelism.workers.max not_divisible 4 or 6
 parallelism.min_groups=3 => parallelism.min_groups min_groups wait for ever; raise workers
-parallelism.min_groups=2 => parallelism.min_groups no_effect
+parallelism.min_groups=2
+    => parallelism.min_groups no_effect together: placement is intra_host; use inter_host, or
+parallelism.min_groups=2; parallelism.placement=inter_host; parallelism.dense=every_step
+    => parallelism.min_groups no_effect together: dense every_step averages
 parallelism.moment_scale=3 => parallelism.moment_scale moment_scale
 optimizer.sparse.name=sgd; parallelism.moment_scale=2 => parallelism.moment_scale moment_scale
 optimizer.sparse.name=sgd; parallelism.sync.optimizer_state=never

@@ -24,6 +24,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,9 @@ def _named_state(
 def _row_moments(
     model: TwoDParallel, row_wise: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
 ) -> Iterator[RowMoments]:
+    shards = defaultdict(list)
+    for shard in model.table_shards():
+        shards[shard.table].append(shard)
     for key, value in row_wise.items():
         parameter, table, _ = key.removeprefix(_TABLE_STATE).rsplit(".", 2)
         num_rows, num_columns = weights[parameter].shape
@@ -190,8 +194,8 @@ def _row_moments(
         if not isinstance(value, DTensor):
             yield RowMoments(key, num_rows, whole, whole, 0, value)
             continue
-        for shard in model.table_shards():
-            if shard.table != table or not shard.weight.numel():
+        for shard in shards[table]:
+            if not shard.weight.numel():
                 continue
             columns = range(shard.column_offset, shard.column_offset + shard.weight.shape[1])
             (values,) = shard.states.values()  # what is row-wise has one, by another name

@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args
 
 import torch
@@ -212,25 +212,25 @@ class _DynamicTables(BaseShardedManagedCollisionEmbeddingCollection):
 
     @torch.no_grad()
     def _evict(self, evictions_per_table: dict[str, torch.Tensor | None]) -> None:
+        # Each call splits all tables of a kernel.
+        split = cache(lambda each: (each.split_embedding_weights(), each.get_optimizer_state()))
         for table, rows in evictions_per_table.items():
-            if rows is not None:
-                self._reset_rows(table, rows)
-
-    def _reset_rows(self, table: str, rows: torch.Tensor) -> None:
-        kernel, index = self._table_to_tbe_and_index[table]
-        index = int(index)
-        weight = kernel.split_embedding_weights()[index]
-        config = self._embedding_module._table_name_to_config[table]
-        first = self._managed_collision_collection._table_to_offset[table]
-        bound = config.num_embeddings**-0.5
-        shares = uniform(
-            rows + first, weight.shape[1], int(self.ids[table]._current_iter_tensor.item())
-        )
-        values = ((2 * shares - 1) * bound).to(weight.dtype)
-        weight_rows(kernel, index, weight).write(values, rows)
-        states = kernel.get_optimizer_state()
-        for state in states[index].values() if states else ():
-            state[rows] = 0
+            if rows is None:
+                continue
+            kernel, index = self._table_to_tbe_and_index[table]
+            index = int(index)
+            weights, states = split(kernel)
+            weight = weights[index]
+            config = self._embedding_module._table_name_to_config[table]
+            first = self._managed_collision_collection._table_to_offset[table]
+            bound = config.num_embeddings**-0.5
+            shares = uniform(
+                rows + first, weight.shape[1], int(self.ids[table]._current_iter_tensor.item())
+            )
+            values = ((2 * shares - 1) * bound).to(weight.dtype)
+            weight_rows(kernel, index, weight).write(values, rows)
+            for state in states[index].values() if states else ():
+                state[rows] = 0
 
     @property
     def ids(self) -> Mapping[str, BucketedIds]:

@@ -249,7 +249,11 @@ class RowReader:
         if self._keep_all:
             return
         pieces = (piece for span in spans for piece in self._order_of(epoch).pieces(range(*span)))
-        self._expected.extend(dict.fromkeys((epoch, number) for number, _ in pieces))
+        places = list(dict.fromkeys((epoch, number) for number, _ in pieces))
+        is_open = places[:1] == [self._place]
+        self._expected.extend(places[is_open:])
+        if is_open:
+            self._decode_ahead()
 
     def read(self, epoch: int, spans: Sequence[Span]) -> Rows:
         """Decoded rows of some non-empty spans of the order of `epoch`; raises `DataError`."""

@@ -164,6 +164,19 @@ def test_windows_are_decoded_ahead_in_the_order_in_which_they_are_needed(
     assert {number for _, number, thread in decoded if thread == "batches"} == {0}
 
 
+def test_rows_that_begin_in_the_open_window_have_the_next_decoded_ahead(
+    make_spec, train, monkeypatch
+):
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
+    monkeypatch.setattr(reader, "CACHE_BYTES", 0)  # one window ahead
+    found = RowReader(train, make_spec())
+    for start, stop in ((0, 20), (20, 1500)):
+        found.expect(0, [(start, stop)])
+        found.read(0, [(start, start + 20)])
+    assert list(found._decoding) == [(0, 1)]
+    found.close()
+
+
 def test_closing_early_ends_the_threads(make_spec, train, monkeypatch):
     monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
     monkeypatch.setattr(reader, "CACHE_BYTES", 0)

@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint on disks and object stores: readers that run nothing, and a writer.
 
 Both are public classes of PyTorch, but what they ask of a file system (`FileSystemBase`) and of
-their subclasses is not promised: it is used here only, for the version in `_TORCH`. Faults of
-storage are `StorageError`s.
+their subclasses is not promised: it is used here only, for the version of torch that
+`protocol.versions` pins. Faults of storage are `StorageError`s.
 
 PyTorch unpickles a checkpoint's metadata and objects unchecked, which runs any code in them: user
 code or another host may have written them. Here they hold tensors and plain values, or are refused
@@ -36,7 +36,6 @@ from trainer.errors import StorageError
 from trainer.protocol.run_dir import FileRecord
 from trainer.storage import Location, retry, write_upload
 
-_TORCH = "2.13."
 METADATA = ".metadata"
 # An object has 10 000 parts at most, and Arrow's are of 10 MiB: 98 GiB.
 _MAX_OBJECT_BYTES = 64 * 2**30
@@ -180,7 +179,6 @@ class RemoteWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Location) -> None:
-        _check_version()
         # Objects are durable when they are there; there is nothing to fsync.
         super().__init__(str(folder), sync_files=False)
         files = _RemoteFiles()
@@ -264,7 +262,6 @@ class RemoteReader(_Reader):
     """Reads a checkpoint from an object store."""
 
     def __init__(self, folder: Location) -> None:
-        _check_version()
         super().__init__(str(folder))
         self.fs: Any = _RemoteFiles()
         self.path: Any = folder
@@ -281,12 +278,3 @@ class RemoteReader(_Reader):
 
 def reader_for(folder: Folder) -> FileSystemReader:
     return RemoteReader(folder) if isinstance(folder, Location) else _Reader(folder)
-
-
-def _check_version() -> None:
-    if not torch.__version__.startswith(_TORCH):
-        raise RuntimeError(
-            f"checkpoints on object storage need torch {_TORCH}x, and this is {torch.__version__}: "
-            "trainer.checkpoint.remote_io relies on what PyTorch does not promise. Keep "
-            "checkpoints on run storage, or install the version that Shardloom names"
-        )

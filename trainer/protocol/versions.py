@@ -14,18 +14,15 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# Each row was tested as a whole; the first is what `make setup` installs.
-MATCHED_STACKS: tuple[dict[str, str], ...] = (
-    {"torch": "2.13", "fbgemm-gpu": "1.8", "torchrec": "1.8", "ray": "2.60"},
-    {"torch": "2.11", "fbgemm-gpu": "1.6", "torchrec": "1.6", "ray": "2.60"},
-)
+# What `make setup` installs.
+STACK = {"torch": "2.13", "fbgemm-gpu": "1.8", "torchrec": "1.8", "ray": "2.60"}
 _CODE = Path(__file__).resolve().parents[1]
 
 
 def installed_versions() -> dict[str, str]:
     """Versions of those pinned packages that are installed, without local parts (`+cpu`)."""
     found: dict[str, str] = {}
-    for package in MATCHED_STACKS[0]:
+    for package in STACK:
         for name in (package, f"{package}-cpu"):  # fbgemm-gpu has a name for each device
             with contextlib.suppress(PackageNotFoundError):
                 found.setdefault(package, version(name).partition("+")[0])
@@ -33,17 +30,13 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions(installed: Mapping[str, str] | None = None) -> list[str]:
-    """Compare `installed` (default: this environment) with the matched stack of its torch.
+    """Compare `installed` (default: this environment) with `STACK`.
 
     Says of each package that does not fit what is wrong and how to mend it.
     """
     installed = installed_versions() if installed is None else installed
-    stack = next(
-        (row for row in MATCHED_STACKS if _fits(installed.get("torch"), row["torch"])),
-        MATCHED_STACKS[0],
-    )
     mismatches = []
-    for package, wanted in stack.items():
+    for package, wanted in STACK.items():
         found = installed.get(package)
         if not _fits(found, wanted):
             state = f"{found} is installed" if found else "is missing"

@@ -37,6 +37,7 @@ from trainer.protocol.run_dir import AttemptDir
 from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
 MAX_LOG_LINES = 500
+_MAX_LINE_CHARS = 4000
 _EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
 _TABLES = {name: name for name in get_args(Quantization)} | {"none": "as trained (float32)"}
 _RESIZE_HINTS = {
@@ -281,12 +282,18 @@ class LogView:
             return
         self._position = pieces[-1].position if pieces else start
         for piece in pieces[-MAX_LOG_LINES:]:
-            # An empty label has no height, and a blank line should keep its place.
-            self._lines.push(piece.text or "\N{NO-BREAK SPACE}")
+            self._lines.push(shown_line(piece.text))
 
     def _restart(self) -> None:
         self._position = None
         self._lines.clear()
+
+
+def shown_line(text: str) -> str:
+    """A line as a terminal has it in the end, cut off where it is too long for a page."""
+    shown = text.rpartition("\r")[2][:_MAX_LINE_CHARS]
+    # An empty label has no height, and a blank line should keep its place.
+    return " ".join(shown.splitlines()) or "\N{NO-BREAK SPACE}"
 
 
 def suggested_source(sources: list[str]) -> str | None:

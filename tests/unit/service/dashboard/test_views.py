@@ -26,7 +26,7 @@ from service.dashboard import fragments, snapshots, views
 from service.dashboard.job import spec_yaml
 from service.dashboard.job_feed import JobFeed
 from service.dashboard.jobs import JobQuery, ListFeed, spark_path
-from service.dashboard.panels import suggested_source
+from service.dashboard.panels import shown_line, suggested_source
 from service.dashboard.snapshots import MAX_CHART_POINTS, load_job, read_points
 from service.db.jobs import JobStore
 from service.domain.job_filter import ALL_JOBS, JobFilter
@@ -231,6 +231,13 @@ def test_the_log_of_rank_0_is_shown_first_where_there_is_one() -> None:
     assert suggested_source(["driver", "rank-0", "rank-1"]) == "rank-0"
     assert suggested_source(["driver", "group-1-rank-0", "group-2-rank-0"]) == "group-1-rank-0"
     assert suggested_source([]) is None
+
+
+def test_a_line_of_a_log_is_shown_as_it_was_drawn_last_and_not_longer_than_a_page_bears() -> None:
+    assert shown_line("") == shown_line("\v") == "\N{NO-BREAK SPACE}"
+    assert shown_line("epoch 1:  10%\repoch 1: 100%") == "epoch 1: 100%"
+    assert shown_line("a\u2028b\x85c") == "a b c"
+    assert len(shown_line("x" * 2**20)) < 5000
 
 
 # ---- snapshots and fragments

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +159,7 @@ def load_vocabulary(path: Location | Path, min_count: int = 1) -> VocabularyEnco
         ) from None
 
 
-@lru_cache(maxsize=64)
+@cache
 def _load(text: str, version: tuple[int, int] | None, min_count: int) -> VocabularyEncoder:
     path = Location.parse(text)
     table = path.parse_with(pq.read_table)

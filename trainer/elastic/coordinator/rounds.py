@@ -366,10 +366,12 @@ class SyncRounds:
         self.ledger = self._book.entered_in(self.ledger)
         self._book.give_back(group.group)
         group.demote()
-        if not others:
-            message = "its loss or a gradient became NaN and no other group holds the state"
-            self._effects += group.dismiss(fenced(message))
-            self.let_go(group, "poisoned", now)
+        if others:
+            return
+        message = "a loss or a gradient became NaN and no other group holds the state"
+        for listener in [each for each in self._groups.present if each.standing == "listening"]:
+            self._effects += listener.dismiss(fenced(message))
+            self.let_go(listener, "poisoned", now)
 
     def lose_guilty(self, now: float) -> None:
         """Give up the group that makes rounds fail, once those who were in the last are back."""

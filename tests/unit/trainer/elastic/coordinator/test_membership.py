@@ -675,14 +675,15 @@ def test_the_driver_is_told_of_stragglers_by_name():
     assert [(each.group, each.rank) for each in watched.status.stragglers] == [(0, 1)]
 
 
-@pytest.mark.parametrize("num_groups", [1, 3])
-def test_rows_that_poison_the_loss_are_left_out_and_their_group_starts_over(num_groups):
+@pytest.mark.parametrize(("num_groups", "rows"), [(1, [5]), (2, [1, 5]), (3, [5])])
+def test_rows_that_poison_the_loss_are_left_out_and_their_group_starts_over(num_groups, rows):
     world = World(num_groups)
-    world.poison.add((0, 5))
+    world.poison = {(0, row) for row in rows}
     world.tend()
-    if num_groups == 1:
+    if len(rows) == num_groups:
         world.run_until(lambda: world.told("group_left"))
-        assert world.told("group_left")[0].cause == "poisoned"
+        assert {each.cause for each in world.told("group_left")} == {"poisoned"}
+        assert not world.told("group_lost")
     else:
         world.run_until(lambda: world.told("rows_skipped"))
         (skipped,) = world.told("rows_skipped")
@@ -691,7 +692,7 @@ def test_rows_that_poison_the_loss_are_left_out_and_their_group_starts_over(num_
     world.run_to_end()
     world.check_rows()
     assert world.end
-    assert world.end.ledger.rows_skipped == 4
+    assert world.end.ledger.rows_skipped == 4 * len(rows)
 
 
 @pytest.mark.parametrize(("last", "fails"), [(12, True), (16, False)])

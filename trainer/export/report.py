@@ -185,7 +185,7 @@ def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float
     spec = predictor.spec
     wanted = in_own_unit(outputs_of(traced, rows, spec), rows, spec)
     found = predictor.score(rows)
-    error = max(float(np.abs(found[name] - wanted[name]).max()) for name in wanted)
+    error = float(np.max([np.abs(found[name] - wanted[name]).max() for name in wanted]))
     largest = max(1.0, *(float(np.abs(values).max()) for values in wanted.values()))
     if not error <= _ROUNDING * largest:
         raise ExportError(

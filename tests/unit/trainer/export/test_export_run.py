@@ -53,7 +53,7 @@ from trainer.export.load import (
     stored_weights,
 )
 from trainer.export.predict import Predictor, in_own_unit
-from trainer.export.report import Report, outputs_of
+from trainer.export.report import Report, measure, outputs_of
 from trainer.protocol.requests import Rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
@@ -453,3 +453,15 @@ def test_a_probability_is_compared_with_the_class_by_the_weights_of_training(sco
     wanted = np.average(losses, weights=kept["price"].to_numpy())
     assert report.tasks["liked"].export_metric == pytest.approx(wanted, abs=1e-6)
     assert report.tasks["liked"].trainer_metric == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_program_that_gives_nan_for_any_task_is_no_export(
+    scored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = Predictor(scored[0])
+    score = predictor.score
+    monkeypatch.setattr(predictor, "score", lambda rows: score(rows) | {"liked": np.array(np.nan)})
+    spec = predictor.spec.model_copy(update={"data": make_spec(Path("gone")).data})
+    model = random_model(predictor.spec, 3)
+    with pytest.raises(ExportError, match="differs by nan"):
+        measure(predictor, model, model, spec)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,7 +57,8 @@ class RayHosts:
 
     temp_dir: Path
     environment: dict[str, str]
-    port: int = field(default_factory=free_port)
+    port: int
+    head_options: Sequence[str]
     nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -82,7 +83,7 @@ class RayHosts:
     def _start(self, address: str, num_workers: int) -> None:
         role = [f"--address={self.address}"]
         if address == HEAD:
-            role = ["--head", f"--port={self.port}", "--include-dashboard=false"]
+            role = ["--head", f"--port={self.port}", *self.head_options]
             role += [f"--temp-dir={self.temp_dir}", "--include-log-monitor=false"]
         command = [
             RAY,
@@ -113,9 +114,13 @@ class RayHosts:
 
     def kill_raylet(self, address: str) -> None:
         """SIGKILL a host's raylet only: what it started is left alone for now."""
-        below = processes_below(self.nodes[address].pid)
-        (raylet,) = [pid for pid in below if _command(pid).endswith("/raylet")]
-        os.kill(raylet, signal.SIGKILL)
+        os.kill(self.raylet(address), signal.SIGKILL)
+
+    def raylet(self, address: str) -> int:
+        """Process of a host's raylet, whether started here or by Ray's autoscaler."""
+        below = [pid for node in self.nodes.values() for pid in processes_below(node.pid)]
+        (found,) = [pid for pid in below if _is_raylet_of(pid, address)]
+        return found
 
     def end(self) -> None:
         for address in list(self.nodes):
@@ -141,27 +146,32 @@ def processes_below(root: int) -> list[int]:
     return found
 
 
-def _command(pid: int) -> str:
-    """Path of the program that a process runs; empty when it is gone."""
+def _is_raylet_of(pid: int, address: str) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-    return ""
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return words[0].endswith(b"/raylet") and f"--node_ip_address={address}".encode() in words
+    return False
 
 
 @contextmanager
 def ray_hosts(
-    workers_by_address: dict[str, int], faults: Sequence[Fault] = ()
+    workers_by_address: dict[str, int],
+    faults: Sequence[Fault] = (),
+    settings: Mapping[str, str] | None = None,
+    head_options: Sequence[str] = ("--include-dashboard=false",),
+    port: int | None = None,
 ) -> Iterator[RayHosts]:
     """A head, and hosts with room for so many workers each, by address.
 
-    `faults` befall the workers on all of them.
+    `faults` befall the workers on all of them; `settings` are more variables of the environment.
     """
     token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     # Ray's sockets lie below it, and their names may not be long.
     temp_dir = Path(tempfile.mkdtemp(prefix="ray-hosts-"))
     injected = {VARIABLE: FAULTS.dump_json(list(faults)).decode()}
-    hosts = RayHosts(temp_dir, kept | RAY_SETTINGS | token | injected)
+    environment = kept | RAY_SETTINGS | token | injected | dict(settings or {})
+    hosts = RayHosts(temp_dir, environment, port or free_port(), head_options)
     try:
         hosts.start({HEAD: 0})
         hosts.start(workers_by_address)

@@ -7,15 +7,8 @@ started and ended by process id.
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
-import signal
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +16,12 @@ import pytest
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from service.client.client import ShardloomClient
-from service.local.ray_node import NODE_IP, RayState, free_ports
+from service.local.ray_node import RayState
 from tests.conftest import EXAMPLE_SPEC, REPO
-from tests.harness.ray_hosts import RAY, RAY_SETTINGS, kill_tree, processes_below
+from tests.harness.ray_hosts import HEAD, RayHosts, kill_tree, ray_hosts
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import Found, free_port, wait_for
-from trainer.fault_injection import FAULTS, VARIABLE, Fault
+from trainer.fault_injection import Fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -85,7 +78,7 @@ def autoscaling_config(gcs_port: int) -> dict[str, Any]:
             "disable_launch_config_check": True,
             "launch_multiple": True,
             "head_node_id": FAKE_HEAD_NODE_ID,
-            "gcs_address": f"{NODE_IP}:{gcs_port}",
+            "gcs_address": f"{HEAD}:{gcs_port}",
         },
         "head_node_type": "ray.head.default",
         "upscaling_speed": 1.0,
@@ -102,148 +95,32 @@ def autoscaling_config(gcs_port: int) -> dict[str, Any]:
     }
 
 
-def _environment(token: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return (
-        kept
-        | RAY_SETTINGS
-        | {
-            # Where the monitor finds the provider, and drivers find the trainer.
-            "PYTHONPATH": str(REPO),
-            "RAY_enable_autoscaler_v2": "1",
-            "RAY_FAKE_CLUSTER": "1",
-            "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
-            "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
-            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-            "AUTOSCALER_METRIC_PORT": str(free_port()),
-            "DASHBOARD_METRIC_PORT": str(free_port()),
-            "RAY_AUTH_TOKEN": token,
-            "RAY_health_check_timeout_ms": "10000",
-            "RAY_agent_register_timeout_ms": "400000",
-            "RAY_raylet_start_wait_time_s": "60",
-            VARIABLE: FAULTS.dump_json(_SLOW_STEPS).decode(),
-        }
-    )
-
-
-@dataclass
-class GrowingRay:
-    """The head, and below it the nodes that its autoscaler adds."""
-
-    temp_dir: Path
-    gcs_port: int = 0
-    dashboard_port: int = 0
-    token: str = field(default_factory=lambda: secrets.token_hex(32))
-    _head: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """The Jobs API."""
-        return f"http://127.0.0.1:{self.dashboard_port}"
-
-    def start(self) -> None:
-        wait_for(self._is_up, "the head", limit_s=PATIENCE_S)
-
-    def _is_up(self) -> bool:
-        """Whether the head is there; starts it, again where Ray gave up on a busy machine."""
-        if self._head is None or self._head.poll() is not None:
-            self._end_leftovers()
-            # Others may have taken a port meanwhile, which is why a start fails at times.
-            self.gcs_port, self.dashboard_port = free_ports(2)
-            self._start()
-        return NODE_IP in self._live_addresses()
-
-    def _start(self) -> None:
-        config = self.temp_dir.with_suffix(".json")
-        config.write_text(json.dumps(autoscaling_config(self.gcs_port)))
-        command = [
-            RAY,
-            "start",
-            "--head",
-            "--block",
-            f"--autoscaling-config={config}",
-            f"--node-ip-address={NODE_IP}",
-            f"--port={self.gcs_port}",
-            f"--ray-client-server-port={free_port()}",
-            f"--dashboard-agent-listen-port={free_port()}",
-            # A raylet that is given its agents' ports need not wait for them, for 15 s at most.
-            f"--dashboard-agent-grpc-port={free_port()}",
-            f"--metrics-export-port={free_port()}",
-            f"--runtime-env-agent-port={free_port()}",
-            "--dashboard-host=127.0.0.1",
-            f"--dashboard-port={self.dashboard_port}",
-            "--min-worker-port=0",
-            "--max-worker-port=0",
-            "--num-cpus=0",
-            f"--object-store-memory={_STORE_BYTES}",
-            f"--temp-dir={self.temp_dir}",
-            "--disable-usage-stats",
-            "--include-log-monitor=false",
-        ]
-        with self.temp_dir.with_suffix(".log").open("wb") as output:
-            self._head = subprocess.Popen(
-                command,
-                env=_environment(self.token),
-                cwd=REPO,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def nodes(self) -> set[str]:
-        """Addresses of the nodes that are there beside the head."""
-        assert self._head is not None
-        assert self._head.poll() is None, self.temp_dir.with_suffix(".log").read_text()
-        return self._live_addresses() - {NODE_IP}
-
-    def _live_addresses(self) -> set[str]:
-        return {*(RayState(self.url, self.token).live_nodes() or {}).values()}
-
-    def kill(self, address: str) -> None:
-        assert self._head is not None
-        for pid in processes_below(self._head.pid):
-            if _is_raylet_of(pid, address):
-                kill_tree(pid)
-
-    def end(self) -> None:
-        if self._head is not None:
-            kill_tree(self._head.pid)
-            self._head.wait()
-            self._end_leftovers()
-        shutil.rmtree(self.temp_dir, ignore_errors=True)
-        for suffix in (".json", ".log"):
-            self.temp_dir.with_suffix(suffix).unlink(missing_ok=True)
-
-    def _end_leftovers(self) -> None:
-        """SIGKILL what a head that died has left, which is below no process of ours any more."""
-        for pid in started_with(f"RAY_AUTH_TOKEN={self.token}"):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def started_with(setting: str) -> list[int]:
-    """Processes of this user that were started with a variable, as in `NAME=value`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            if setting.encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
-
-
-def _is_raylet_of(pid: int, address: str) -> bool:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return words[0].endswith(b"/raylet") and f"--node_ip_address={address}".encode() in words
-    return False
+SETTINGS = {
+    # Where the monitor finds the provider, and drivers find the trainer.
+    "PYTHONPATH": str(REPO),
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "RAY_health_check_timeout_ms": "10000",
+    "RAY_agent_register_timeout_ms": "400000",
+    "RAY_raylet_start_wait_time_s": "60",
+}
 
 
 @dataclass
 class GrowingStack:
-    """Ray, the service on it, and its client."""
+    """Ray's head and below it the nodes that its autoscaler adds; the service and its client."""
 
-    ray: GrowingRay
+    head: RayHosts
+    ray: RayState
     service: ServiceProcess
     client: ShardloomClient
+
+    def nodes(self) -> set[str]:
+        """Addresses of the nodes that are there beside the head."""
+        return {*(self.ray.live_nodes() or {}).values()} - {HEAD}
 
     def timeline(self, job_id: str, *kinds: str) -> list[dict[str, Any]]:
         return [each.data for each in self.client.iter_events(job_id) if each.kind in kinds]
@@ -252,27 +129,32 @@ class GrowingStack:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrowingStack]:
     """A stack whose cluster grows to room for `MAX_NODES` workers."""
-    # Ray's sockets lie below it, and their names may not be long.
-    ray = GrowingRay(Path(tempfile.mkdtemp(prefix="ray-grow-")))
-    service: ServiceProcess | None = None
-    try:
-        ray.start()
+    folder = tmp_path_factory.mktemp("growing")
+    config, port, dashboard_port = folder / "autoscaling.json", free_port(), free_port()
+    config.write_text(json.dumps(autoscaling_config(port)))
+    options = (
+        f"--autoscaling-config={config}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard_port}",
+    )
+    with ray_hosts({}, _SLOW_STEPS, SETTINGS, options, port) as head:
+        token = head.environment["RAY_AUTH_TOKEN"]
+        ray = RayState(f"http://127.0.0.1:{dashboard_port}", token)
+        wait_for(ray.has_head, "Ray's dashboard", limit_s=PATIENCE_S)
         settings = {
             "SHARDLOOM_BACKEND": "ray_jobs",
-            "SHARDLOOM_RAY_ADDRESS": ray.url,
-            "SHARDLOOM_RAY_AUTH_TOKEN": ray.token,
+            "SHARDLOOM_RAY_ADDRESS": ray.ray_address,
+            "SHARDLOOM_RAY_AUTH_TOKEN": token,
             "SHARDLOOM_CLUSTER_MAX_WORKERS": str(MAX_NODES),
             "SHARDLOOM_RECONCILE_INTERVAL_S": "1",
         }
-        service = ServiceProcess(tmp_path_factory.mktemp("growing"), free_port(), settings)
+        service = ServiceProcess(folder, free_port(), settings)
         service.start()
-        client = ShardloomClient(service.url)
-        yield GrowingStack(ray, service, client)
-        client.close()
-    finally:
-        if service is not None:
+        try:
+            with ShardloomClient(service.url) as client:
+                yield GrowingStack(head, ray, service, client)
+        finally:
             service.kill()
-        ray.end()
 
 
 def shardloom(stack: GrowingStack, *arguments: str) -> str:
@@ -309,7 +191,7 @@ def hosts_in_use(stack: GrowingStack, job_id: str) -> list[str]:
 def wait_for_hosts(stack: GrowingStack, job_id: str, num_hosts: int) -> list[str]:
     def look() -> list[str] | None:
         hosts = hosts_in_use(stack, job_id)
-        return hosts if len(hosts) == num_hosts and set(hosts) <= stack.ray.nodes() else None
+        return hosts if len(hosts) == num_hosts and set(hosts) <= stack.nodes() else None
 
     return wait_on(stack, job_id, look, f"groups on {num_hosts} hosts")
 
@@ -322,7 +204,7 @@ def end(stack: GrowingStack, job_id: str) -> None:
 def test_an_elastic_job_has_nodes_added_outlives_one_and_lets_idle_ones_leave(
     stack: GrowingStack, small_movielens: Path
 ) -> None:
-    assert not stack.ray.nodes(), "the cluster begins with a head that has no room"
+    assert not stack.nodes(), "the cluster begins with a head that has no room"
     job_id = submit(
         stack,
         small_movielens,
@@ -340,7 +222,7 @@ def test_an_elastic_job_has_nodes_added_outlives_one_and_lets_idle_ones_leave(
     assert (layout["num_replicas"], layout["num_hosts"]) == (2, 2), "chosen for hosts to come"
 
     lost = first[0]
-    stack.ray.kill(lost)
+    kill_tree(stack.head.raylet(lost))
     second = wait_on(
         stack, job_id, lambda: _without(lost, hosts_in_use(stack, job_id), 2), "a replacement"
     )
@@ -349,7 +231,7 @@ def test_an_elastic_job_has_nodes_added_outlives_one_and_lets_idle_ones_leave(
 
     shardloom(stack, "resize", job_id, "1")
     kept = wait_for_hosts(stack, job_id, 1)
-    wait_on(stack, job_id, lambda: stack.ray.nodes() == set(kept), "the idle node to leave")
+    wait_on(stack, job_id, lambda: stack.nodes() == set(kept), "the idle node to leave")
     step = stack.client.get_job(job_id).progress.step
     wait_on(
         stack, job_id, lambda: stack.client.get_job(job_id).progress.step > step + 5, "the others"

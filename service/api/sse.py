@@ -137,8 +137,8 @@ class TimelineFollower:
 class LogFollower:
     """Follows the logs of one attempt (`wanted`), or of a job from attempt to attempt.
 
-    `position` is how far it has read, and `has_moved` whether the last poll found any lines,
-    wanted or not.
+    `position` is how far it has read, `has_moved` whether the last poll found any lines, wanted or
+    not, and `has_more` whether it left any, or an attempt, for the next one.
     """
 
     store: JobStore
@@ -150,7 +150,7 @@ class LogFollower:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self.has_moved = False
+        self.has_moved = self.has_more = False
         self._run_dir = run_dir_of(self.settings, self.job.id)
         self._check_belongs(self.wanted)
         self.position = LogPosition(self.wanted or self.job.current_attempt_id)
@@ -195,7 +195,7 @@ class LogFollower:
 
     def read(self) -> list[LogPiece]:
         """New lines that are wanted, of the following attempt where the present one has no more."""
-        self.has_moved = False
+        self.has_moved = self.has_more = False
         position = self.position
         if position.attempt_id is None:
             position = LogPosition(self.store.get_job(self.job.id).current_attempt_id)
@@ -208,12 +208,14 @@ class LogFollower:
         sources = self._wanted_sources(files)
         pieces = list(read_new(files, position, sources, is_final=is_final))
         self.has_moved = bool(pieces)
+        self.has_more = any(piece.is_cut for piece in pieces)
         if pieces:
             self.position = pieces[-1].position
         elif is_final and self.wanted is None and not self._may_write_on(attempt):
             following = attempt.index + 1
             if following < self.store.get_job(self.job.id).num_attempts:
                 self.position = LogPosition(attempt_id(self.job.id, following))
+                self.has_more = True
         return [piece for piece in pieces if self.log_filter.takes(piece.head, piece.text)]
 
     def sources(self) -> list[str]:

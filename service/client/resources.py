@@ -199,7 +199,7 @@ class LogCalls(Connection):
         """All log lines so far, asked for piece by piece."""
         piece = self.logs(job, **filters)
         lines = list(piece.lines)
-        while piece.lines or piece.more:
+        while piece.more:
             piece = self.logs(job, after=piece.cursor, **filters)
             lines += piece.lines
         return piece.model_copy(update={"lines": lines})

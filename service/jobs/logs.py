@@ -342,7 +342,8 @@ class LogPosition:
 class LogPiece:
     """One line, and its level and time as far as they are known.
 
-    `before` is the position where its poll began to read its log, `offset` that behind it.
+    `before` is the position where its poll began to read its log, `offset` that behind it. Where a
+    poll `is_cut` there was more than it may read.
     """
 
     source: str
@@ -350,6 +351,7 @@ class LogPiece:
     before: LogPosition
     offset: int
     head: Head = Head()
+    is_cut: bool = False
 
     @property
     def position(self) -> LogPosition:
@@ -406,12 +408,14 @@ def read_new(
         if num_bytes >= _MAX_POLL_BYTES:
             return
         start = offset = position.offsets.get(name, 0)
-        for text, head, offset in _read_lines(
+        for text, head, offset, is_cut in _read_lines(
             files.log_path(name), start, share, listing, is_final=is_final
         ):
-            yield LogPiece(name, text, position, offset, head)
             num_lines += 1
-            if num_lines >= MAX_POLL_LINES:
+            is_last = num_lines >= MAX_POLL_LINES
+            is_cut |= is_last or num_bytes + offset - start >= _MAX_POLL_BYTES
+            yield LogPiece(name, text, position, offset, head, is_cut)
+            if is_last:
                 return
         if offset != start:
             position, num_bytes = position.moved(name, offset), num_bytes + offset - start
@@ -419,16 +423,18 @@ def read_new(
 
 def _read_lines(
     log: Path, offset: int, max_bytes: int, listing: Listing, *, is_final: bool
-) -> Iterator[tuple[str, Head, int]]:
-    """Lines of one log with level, time and the offset behind each."""
+) -> Iterator[tuple[str, Head, int, bool]]:
+    """Lines of one log with level, time, the offset behind each, and whether they are cut off."""
     piece = read_at(log, offset, max_bytes, listing)
     if piece is None:
         return
+    is_full = len(piece.data) == max_bytes
+    is_cut = is_full or piece.is_cut
     if piece.num_dropped:
-        yield dropped_notice(piece.num_dropped), Head(), piece.start
+        yield dropped_notice(piece.num_dropped), Head(), piece.start, is_cut
     lines = _split(piece.data)
     is_open = bool(lines) and not lines[-1].endswith(b"\n")
-    is_overlong = len(lines) == 1 and len(piece.data) == max_bytes
+    is_overlong = len(lines) == 1 and is_full
     if is_open and not (is_final or is_overlong or piece.is_cut):
         lines = lines[:-1]
     if not lines:
@@ -440,7 +446,7 @@ def _read_lines(
         text = _text(line)
         head = following(head, text)
         offset += len(line)
-        yield text, head, offset
+        yield text, head, offset, is_cut
 
 
 def dropped_notice(num_bytes: int) -> str:

@@ -100,7 +100,7 @@ def get_logs(
         sources=sources,
         lines=[LogLine.model_validate(piece) for piece in pieces],
         cursor=follower.position.encode(),
-        more=follower.has_moved,
+        more=follower.has_more,
     )
 
 
@@ -108,7 +108,7 @@ def _read_some(follower: LogFollower) -> list[LogPiece]:
     deadline = time.monotonic() + _SEARCH_S
     while True:
         pieces = follower.read()
-        if pieces or not follower.has_moved or time.monotonic() > deadline:
+        if pieces or not follower.has_more or time.monotonic() > deadline:
             return pieces
 
 

@@ -65,6 +65,7 @@ def test_lines_tell_rank_level_and_time(api: Api, job: str) -> None:
         "time": TEN + 5,
     }
     assert [line["level"] for line in body["lines"][2:5]] == ["error"] * 3
+    assert body["more"] is False, "or a job that goes on writing would keep one who reads for ever"
 
 
 def test_lines_are_chosen_by_source_tail_rank_level_text_and_time(api: Api, job: str) -> None:

@@ -352,11 +352,12 @@ def test_a_service_that_hangs_is_waited_for_no_longer_than_asked(
 
 
 def test_a_long_log_is_read_piece_by_piece():
-    def piece(cursor: str, *texts: str) -> httpx.Response:
+    def piece(cursor: str, *texts: str, more: bool = True) -> httpx.Response:
         lines = [{"source": "driver", "text": text} for text in texts]
-        return ok({"attempt_id": "a", "sources": ["driver"], "lines": lines, "cursor": cursor})
+        body = {"attempt_id": "a", "sources": ["driver"], "lines": lines, "cursor": cursor}
+        return ok({**body, "more": more})
 
-    script = Script(piece("1", "a", "b"), piece("2", "c"), piece("2"))
+    script = Script(piece("1", "a", "b"), piece("2"), piece("3", "c", more=False))
     logs = script.client().read_logs("ratings", tail=9)
     assert [line.text for line in logs.lines] == ["a", "b", "c"]
     asked = [dict(request.url.params) for request in script.requests]

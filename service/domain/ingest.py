@@ -1,7 +1,7 @@
 """Folding a driver's records into its job and attempt; the store applies it in one transaction.
 
 Only the job's current attempt may change the job, while it has not ended. Records of a driver that
-outlived its attempt (partitioned, then replaced) are stored and change nothing else. Pure.
+outlived its attempt (partitioned, then replaced) are stored and change nothing of the job. Pure.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ def apply_events(
 
 
 def _apply(result: IngestResult, event: events.Event) -> None:
+    # Retention goes by it: a driver's clock may be wrong.
+    time = min(max(event.time, result.job.created_at), result.now)
+    if time != event.time:
+        event = event.model_copy(update={"time": time})
     if isinstance(event, events.Metrics):
         for name, value in event.values.items():
             result.points[name, event.step] = (value, event.time)

@@ -169,9 +169,10 @@ def test_a_request_that_cannot_be_placed_is_withdrawn(api: Api, job_id: str) -> 
 
 def test_traces_are_listed_in_order_and_written_again_once(api: Api, job_id: str) -> None:
     assert api.http.get(f"/v1/jobs/{job_id}/traces").json() == {"items": [], "next": None}
-    again = trace_written("spec", time=1_800_000_009.0, step=99)
+    again = trace_written("spec", time=9e9, step=99)
     stray = trace_written(path="/etc/passwd")
-    records = [trace_written("spec"), trace_written("t-00000001", 3), again, stray, checkpoint(5)]
+    early = trace_written("t-00000001", 3, time=0.0)
+    records = [trace_written("spec"), early, again, stray, checkpoint(5)]
     report_trace(api, job_id, *records)
     found = api.http.get(f"/v1/jobs/{job_id}/traces").json()["items"]
     assert [(t["name"], t["rank"], t["step"]) for t in found] == [

@@ -418,7 +418,9 @@ def degraded(api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch)
         "goodput/lost_s/hang": 0.0,
     }
     spread = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 2}}
+    monkeypatch.setattr(jobs.time, "time", lambda: NOW)
     api.start(name="ratings", parallelism=spread)
+    monkeypatch.setattr(jobs.time, "time", lambda: NOW + 12)
     rest = (group_member(0), group_member(2))
     report(
         api,
@@ -430,7 +432,6 @@ def degraded(api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch)
         recovered(time=NOW + 0.4),
         Metrics(time=NOW, step=1, values=values),
     )
-    monkeypatch.setattr(jobs.time, "time", lambda: NOW + 12)
     return api
 
 

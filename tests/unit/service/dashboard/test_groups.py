@@ -64,7 +64,8 @@ def scene(*records: Event, parallelism: dict[str, Any] = SPREAD) -> Scene:
     attempt = attempt_of(job)
     progress = Progress(step=130, total_steps=1000)
     job = replace(job, status=JobStatus.RUNNING, current_attempt_id=attempt.id, progress=progress)
-    intake = apply_events(job, attempt, records, NOW)
+    told_at = max((each.time for each in records), default=NOW)
+    intake = apply_events(job, attempt, records, told_at)
     return intake.job, intake.timeline
 
 
@@ -336,7 +337,7 @@ def job() -> Job:
 
 def timeline_of(job: Job, *records: Event) -> list[TimelineEvent]:
     """The lines that these records leave."""
-    return apply_events(job, attempt_of(job), records, NOW).timeline
+    return apply_events(job, attempt_of(job), records, records[-1].time).timeline
 
 
 def test_each_table_shows_its_plan_in_words_and_as_a_picture(job: Job) -> None:

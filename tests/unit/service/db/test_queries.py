@@ -218,7 +218,7 @@ def _with_losses(store: JobStore, losses: list[float], *, every_s: float = 1.0) 
         metrics(step, time=NOW + step * every_s, train_loss=loss)
         for step, loss in enumerate(losses)
     ]
-    store.append_events(attempt.id, batch(*records), NOW)
+    store.append_events(attempt.id, batch(*records), records[-1].time)
     return job
 
 

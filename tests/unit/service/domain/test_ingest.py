@@ -130,6 +130,21 @@ def test_new_workers_drop_what_was_told_of_positions_that_they_may_not_have() ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("told_at", "kept_at"), [(0.0, NOW), (NOW + 3, NOW + 3), (NOW + 9e9, NOW + 5)]
+)
+def test_no_clock_of_a_driver_dates_records_before_their_job_or_after_they_came(
+    told_at: float, kept_at: float
+) -> None:
+    records = (
+        metrics(5, time=told_at, loss=1.0),
+        workers_lost().model_copy(update={"time": told_at}),
+    )
+    kept = apply_events(*live_job(), records, NOW + 5)
+    assert kept.points == {("loss", 5): (1.0, kept_at)}
+    assert [line.time for line in kept.timeline] == [kept_at]
+
+
 def test_only_the_current_attempt_says_who_trains() -> None:
     job = queued_job()
     old, new = attempt_of(job), attempt_of(job, index=1)

@@ -332,6 +332,12 @@ class HostRecord:
             guilty = set(hosts)
         return [found for host in guilty if (found := self.fail(host, now))]
 
+    def forgive(self, hosts: Iterable[str], at: float) -> None:
+        """What was counted at `at` is not the hosts' fault; an exclusion that it led to stays."""
+        for host in hosts:
+            if at in (counted := self._failures.get(host, deque())):
+                counted.remove(at)
+
     def exclude(self, host: str, reason: str, now: float, num_failures: int = 0) -> HostExcluded:
         """Leave a host out; what else than failures is the `reason` goes on after its name."""
         self._until[host] = until = now + self._exclude_s

@@ -97,7 +97,8 @@ class GroupRun:
     `pids` go by host, once the coordinator knows the group. One that `is_spare` waits to be
     promoted. `was_current` stays true when the group was current once. `leave_cause` is why it is
     to leave; `lost_at` is when it was given up, `absent_since` from when on the coordinator has not
-    known it, at first since its start. Workers that are there at `kill_at` are killed.
+    known it, at first since its start. Workers that are there at `kill_at` are killed. `blamed_at`
+    is when (Unix time) its hosts were blamed although the cause was not known.
     """
 
     group: int
@@ -112,6 +113,7 @@ class GroupRun:
     absent_since: float | None = None
     kill_at: float = math.inf
     is_killed: bool = False
+    blamed_at: float | None = None
     pids: dict[str, set[int]] = field(default_factory=dict)
 
     @property
@@ -301,19 +303,30 @@ class GroupRunLoop:
         # Who is not to end ends well only when all is trained, whether or not that was told.
         may_end = run.leave_cause or run.is_spare or run.lost_at
         self._has_finished |= failure is None and not may_end
-        if failure and not (run.lost_at or run.has_left or self._has_finished):
+        is_expected = run.has_left or self._has_finished
+        if failure and run.lost_at:
+            self._explain_loss(run, failure)
+        elif failure and not is_expected:
             self._lose(run, failure)
-        elif failure and run.lost_at:
-            last = self._failures.last
-            self._failures.last = failures.explain([failure, *([last] if last else [])])
         self._zombies = [zombie for zombie in self._zombies if zombie is not run]
         if self.runs.get(run.group) is run:
             del self.runs[run.group]
-        if failure is None or run.is_killed or run.has_left or self._has_finished:
+        if failure is None or is_expected:
             return None
+        rule = failure.reason.rule
+        if run.is_killed and (rule.is_suspicious or rule.restarts_workers):
+            return None  # the kill may have caused it
         ended = f"{run.name} ended: {failure.reason}: {failure.message}"
         warn(self.config.attempt.writer, ended)
         return failure if self._failures.is_fatal(failure) else None
+
+    def _explain_loss(self, run: GroupRun, failure: Failure) -> None:
+        """The workers of a group that was given up have ended of what may be the cause."""
+        last = self._failures.last
+        self._failures.last = failures.explain([failure, *([last] if last else [])])
+        is_hosts_fault = failure.blamed_host or failure.reason.rule.blames_hosts
+        if run.blamed_at and not is_hosts_fault:
+            self.record.forgive(run.hosts, run.blamed_at)
 
     def _lose(self, run: GroupRun, failure: Failure) -> None:
         """Give up a group. Workers that are still there are fenced, and killed soon."""
@@ -326,6 +339,8 @@ class GroupRunLoop:
             self._resize_cause = failure.reason
         self.coordinator.request("drop", run.group, run.incarnation, failure.reason)
         unix_s = self.config.wall_clock()
+        if failure.reason == EndReason.WORKERS_LOST:
+            run.blamed_at = unix_s
         for exclusion in self._failures.add(failure, run.hosts, run.lost_at, unix_s):
             self.config.attempt.writer.write(exclusion)
 

@@ -215,8 +215,8 @@ def world(tmp_path: Path) -> World:
     return World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
 
 
-def departed(group: int, reason: str) -> Departure:
-    return Departure(group=group, incarnation=0, reason=reason, message="", is_lost=True)
+def departed(group: int, reason: str, incarnation: int = 0) -> Departure:
+    return Departure(group=group, incarnation=incarnation, reason=reason, message="", is_lost=True)
 
 
 def test_groups_start_spread_and_pinned_and_the_coordinator_awaits_them(world: World) -> None:
@@ -269,6 +269,31 @@ def test_a_group_that_the_coordinator_lost_is_killed_and_replaced_at_once(
     assert len(world.killed) == 1
     world.end((1, 0), Failure(EndReason.TRAINING_ERROR, "what a killed worker says"))
     assert world.look() is None
+    world.become("current", (1, 1))
+    assert world.look() is None
+    world.departures.append(departed(1, "connection", incarnation=1))
+    assert world.look() is None
+    assert world.look(3) is None
+    assert len(world.killed) == 2
+    error = Failure(EndReason.USER_CODE, "no killed worker says that, whenever Ray tells it")
+    world.end((1, 1), error)
+    assert world.look() == Ended(error)
+
+
+def test_a_host_is_not_to_blame_where_its_group_turns_out_to_have_ended_of_something_else(
+    world: World,
+) -> None:
+    world.train()
+    for incarnation, reason in enumerate((EndReason.STORAGE_ERROR, EndReason.WORKERS_LOST)):
+        world.become("current", (1, incarnation))
+        assert world.look(5) is None
+        world.departures.append(departed(1, "connection", incarnation))
+        assert world.look() is None
+        world.end((1, incarnation), Failure(reason, "said later"))
+        assert world.look() is None
+    assert not world.told(events.HostExcluded)
+    assert world.look(5) is None
+    assert world.hosts_in_use[1] == "b"
 
 
 def test_a_group_that_the_coordinator_has_no_more_is_lost_though_nothing_was_told_of_that(

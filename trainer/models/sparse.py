@@ -109,6 +109,7 @@ class SparseArch(nn.Module):
     """
 
     is_mean: torch.Tensor
+    keys: torch.Tensor
 
     def __init__(self, spec: JobSpec, device: torch.device, encoded: str | None = None) -> None:
         super().__init__()
@@ -133,6 +134,9 @@ class SparseArch(nn.Module):
         self._has_means = bool(means)
         is_mean = torch.tensor([name in means for name in self._pooled_names], device=device)
         self.register_buffer("is_mean", is_mean, persistent=False)
+        key_of = {feature.name: key for key, feature in enumerate(spec.pooled_features)}
+        keys = torch.tensor([key_of[name] for name in self._pooled_names], device=device)
+        self.register_buffer("keys", keys, persistent=False)  # of `_pooled_names` in batches
 
     @property
     def sparse_feature_names(self) -> list[str]:
@@ -142,7 +146,7 @@ class SparseArch(nn.Module):
     def forward(
         self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None = None
     ) -> torch.Tensor:
-        """[B, F, D] in the order of `sparse_feature_names`. Collective when sharded."""
+        """[B, F, D] in the order of `sparse_feature_names`, of a batch. Collective when sharded."""
         return self.with_history(sparse, sequences)[0]
 
     def with_history(
@@ -170,9 +174,7 @@ class SparseArch(nn.Module):
         stacked = torch.stack([sums[name] for name in self._pooled_names], dim=1).float()
         if not self._has_means:
             return stacked
-        row_of = {key: row for row, key in enumerate(sparse.keys())}
-        by_key = sparse.lengths().view(len(row_of), -1)
-        lengths = torch.stack([by_key[row_of[name]] for name in self._pooled_names], dim=1)
+        lengths = sparse.lengths().view(len(self.keys), -1).index_select(0, self.keys).T
         divisors = torch.where(self.is_mean, lengths.clamp(min=1), 1)
         return stacked / divisors.unsqueeze(2)
 

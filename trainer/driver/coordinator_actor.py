@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import time
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import ray.util
 from ray.exceptions import RayError
 
 from trainer import failures
-from trainer.driver.attempt import Attempt, AttemptFailed
+from trainer.driver.attempt import Attempt, AttemptFailed, warn
 from trainer.driver.cluster import NODE_ID_LABEL
 from trainer.driver.process_log import start_log
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
@@ -26,6 +27,7 @@ from trainer.protocol.worker_config import ACTOR_NAMESPACE
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
 _START_S = 60.0
+_SILENT_S = 60.0  # at least: a host may stand still for a while
 
 
 class CoordinatorActor:
@@ -68,7 +70,8 @@ class RayCoordinator:
 
     def __init__(self, attempt: Attempt, run_index: int) -> None:
         """Start it and wait until it listens; raises `AttemptFailed` when it does not."""
-        self._token = attempt.token
+        self._token, self._writer = attempt.token, attempt.writer
+        self._silent_s = max(_SILENT_S, 2 * attempt.spec.recovery.heartbeat_timeout_s)
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = CoordinatorConfig(
             policy=MembershipPolicy.of(attempt.spec, attempt.spec.parallelism.num_replicas),
@@ -95,15 +98,31 @@ class RayCoordinator:
                 "storage away? The log `coordinator` and Ray's own say more"
             )
             raise AttemptFailed(Failure(EndReason.WORKERS_LOST, message)) from error
+        self._heard_at = time.monotonic()
 
     def status(self) -> CoordinatorStatus | None:
-        """Everything it knows; None, which means nothing, when it did not answer."""
+        """Everything it knows; None, which means nothing, when it did not answer.
+
+        One that has not for long is killed, and Ray starts it again: groups wait for it until then.
+        """
         try:
             status: CoordinatorStatus = ray.get(self._call("status"), timeout=_ANSWER_S)
         except RayError as error:
             logger.warning("the coordinator does not answer: %s", error)
+            if time.monotonic() - self._heard_at > self._silent_s:
+                self._start_again()
             return None
+        self._heard_at = time.monotonic()
         return status
+
+    def _start_again(self) -> None:
+        message = (
+            f"the coordinator of the groups has not answered for {self._silent_s:.0f} s and is "
+            "started again: does its process hang (see the log `coordinator`), or the head node?"
+        )
+        warn(self._writer, message)
+        ray.kill(self._actor, no_restart=False)
+        self._heard_at = time.monotonic()
 
     def request(self, step: Literal["want", "drop"], *args: Any) -> None:
         """Let it take a step of this name in `Membership`."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import uvloop
 from ray.exceptions import GetTimeoutError
 
+from tests.harness.files import records_in
 from tests.harness.processes import die_with_parent
 from tests.harness.ranks import FORK_SERVER
 from tests.harness.sessions import TOKEN, make_config
@@ -58,7 +59,7 @@ from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.membership import Membership
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.failures import EndReason
-from trainer.protocol.events import HangFound, read_record
+from trainer.protocol.events import HangFound, Note, read_record
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.worker_config import GroupConfig, WorkerConfig
 from trainer.spec.training import RecoverySpec
@@ -182,6 +183,28 @@ def test_a_coordinator_that_does_not_start_costs_a_try_and_no_job(
     with pytest.raises(AttemptFailed, match="did not start within 60 s") as caught:
         RayCoordinator(attempt, 0)
     assert caught.value.failure.reason == EndReason.WORKERS_LOST
+
+
+def test_a_coordinator_that_has_not_answered_for_long_is_started_again_and_given_time_anew(
+    small_movielens: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(coordinator_actor, "ray", Mock())
+    ray: Any = coordinator_actor.ray
+    ray.util.get_node_ip_address.return_value = "127.0.0.1"
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr(coordinator_actor, "time", Mock(monotonic=clock))
+    attempt = attempt_of(make_config(small_movielens, tmp_path, "parallelism.placement=inter_host"))
+    driver = RayCoordinator(attempt, 0)
+    num_kills = []
+    for at_s, answers in ((30, True), (85, False), (95, False), (150, False), (160, False)):
+        clock.return_value = float(at_s)
+        ray.get.side_effect = None if answers else GetTimeoutError("Get timed out")
+        assert bool(driver.status()) is answers
+        num_kills.append(ray.kill.call_count)
+    assert num_kills == [0, 0, 1, 1, 2]
+    assert ray.kill.call_args.kwargs == {"no_restart": False}
+    told = records_in(attempt.context.files, Note)
+    assert ["has not answered for 60 s" in note.message for note in told] == [True, True]
 
 
 def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_call(

@@ -204,7 +204,14 @@ class AuthenticatedServer:
             answering = threading.Thread(
                 target=self._answer, args=[connection], name=self._name, daemon=True
             )
-            answering.start()
+            try:
+                answering.start()
+            except RuntimeError as error:  # such as too many threads, for now
+                logger.warning("the %s could not answer a connection: %s", self._name, error)
+                self._unproven.discard(connection)
+                self._connections.discard(connection)
+                connection.close()
+                time.sleep(_ACCEPT_PAUSE_S)
 
     def _answer(self, connection: socket.socket) -> None:
         with closing(connection), suppress(OSError):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
 from tests.harness.wait import scaled
 from trainer.coordination.authentication import (
+    AuthenticatedServer,
     NotAuthenticated,
     UnprovenConnections,
     authenticate,
@@ -81,3 +84,19 @@ def test_beyond_the_limit_the_oldest_unproven_connection_gives_way() -> None:
     unproven.discard(1)
     unproven.add(3)
     assert closed == [0]
+
+
+def test_a_server_that_can_have_no_thread_for_a_connection_answers_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token = new_token()
+    server = AuthenticatedServer("server", "127.0.0.1", token, lambda connection: None)
+    host, _, port = server.address.partition(":")
+    with monkeypatch.context() as patched:
+        none_left = Mock(side_effect=RuntimeError("can't start new thread"))
+        patched.setattr(threading.Thread, "start", none_left)
+        with socket.create_connection((host, int(port)), scaled(10)) as ended:
+            assert ended.recv(1) == b""
+    with socket.create_connection((host, int(port)), scaled(10)) as connection:
+        authenticate(connection, token, server.address, scaled(10))
+    server.close()

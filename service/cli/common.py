@@ -126,7 +126,8 @@ class _PlainConsole(Console):
 
 def console(*, stderr: bool = False) -> Console:
     """Where answers go: standard output."""
-    width = None if (sys.stderr if stderr else sys.stdout).isatty() else PIPED_WIDTH
+    stream = sys.stderr if stderr else sys.stdout  # None where it is closed
+    width = None if stream and stream.isatty() else PIPED_WIDTH
     return _PlainConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 

@@ -121,7 +121,7 @@ class _ProgressLines(Progress):
 
 def progress_bars(*columns: ProgressColumn, transient: bool = False) -> Progress:
     """Bars, or `columns`, for the steps of a command, on stderr; lines where it is no terminal."""
-    is_terminal = sys.stderr.isatty()
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
     return (Progress if is_terminal else _ProgressLines)(
         *(columns or Progress.get_default_columns()),
         TimeElapsedColumn(),

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from service.client.client import Code, ShardloomClient, Spec
 from service.client.errors import (
     Conflict,
+    CredentialsUnusable,
     ExportFailed,
     Forbidden,
     InvalidRequest,
@@ -27,9 +28,12 @@ from service.client.errors import (
     ServerFault,
     ServiceUnreachable,
     ShardloomError,
+    TraceLost,
+    UnexpectedAnswer,
 )
 from service.client.transport import DEFAULT_URL, RetryPolicy
 from service.schemas.jobs import JobDetail, JobPlan, JobSummary
+from trainer.protocol.code_archive import CodeError
 from trainer.spec import load_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
@@ -37,7 +41,9 @@ from trainer.spec.job import JobSpec
 __all__ = [
     "DEFAULT_URL",
     "Client",
+    "CodeError",
     "Conflict",
+    "CredentialsUnusable",
     "ExportFailed",
     "Forbidden",
     "InvalidRequest",
@@ -53,6 +59,8 @@ __all__ = [
     "ServiceUnreachable",
     "ShardloomError",
     "SpecError",
+    "TraceLost",
+    "UnexpectedAnswer",
     "load_spec",
     "submit",
 ]
@@ -68,15 +76,18 @@ def submit(
     code: Code | None = None,
     secrets: Mapping[str, str] | None = None,
     idempotency_key: str | None = None,
+    force: bool = False,
 ) -> JobDetail:
     """Create one job and return it; it is not waited for.
 
     `code` is the folder with the code of `model.module`. `url` defaults to SHARDLOOM_URL, else to
-    the local service. Raises `SpecError` for a file that holds no valid spec, `InvalidRequest` with
-    the faulty fields, `ServiceUnreachable`.
+    the local service; the others are as in `Client.submit`. Raises `SpecError` for a file that
+    holds no valid spec, `InvalidRequest` with the faulty fields, `ServiceUnreachable`.
     """
     with Client(url or usual_url(), api_key=api_key) as client:
-        return client.submit(spec, code=code, secrets=secrets, idempotency_key=idempotency_key)
+        return client.submit(
+            spec, code=code, secrets=secrets, idempotency_key=idempotency_key, force=force
+        )
 
 
 def usual_url() -> str:

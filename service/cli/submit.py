@@ -104,6 +104,7 @@ def check(spec: SpecArgument, overrides: SetOption = None) -> None:
 def run(
     spec: SpecArgument,
     overrides: SetOption = None,
+    force: ForceOption = False,
     secret: SecretOption = None,
     code: CodeOption = None,
     url: UrlOption = None,
@@ -119,7 +120,8 @@ def run(
     if url is None:
         stack.ensure_running()
     with common.open_client(url) as client:
-        job = client.submit(document, code=archive, secrets=read_secrets(secret or []))
+        secrets = read_secrets(secret or [])
+        job = client.submit(document, code=archive, secrets=secrets, force=force)
         with detaching(detached_message(job.id), console()):
             console().print(Text.assemble("submitted ", (job.id, "bold")))
             exit_code = follow(client, job.id, console())

@@ -292,8 +292,9 @@ def test_the_code_is_uploaded_before_the_job_that_names_it(
     assert "code" not in service.submitted.pop()["model"]
     for command in ("submit", "run"):
         service.requests.clear()
-        result = shardloom(command, spec_file, "--code", folder)
+        result = shardloom(command, spec_file, "--code", folder, "--force")
         assert result.exit_code == 0, result.output
+        assert [r.url.params.get("force") for r in service.requests][:2] == [None, "true"]
         archive = service.uploads.pop()
         assert check(archive).num_files == 1
         assert service.submitted.pop()["model"]["code"] == id_of(archive)

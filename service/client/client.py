@@ -265,10 +265,21 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         return self._get(job_path(job, "checkpoints"), Page[Checkpoint]).items
 
     def metrics(
-        self, job: str, *, names: Sequence[str] = (), max_points: int | None = None
+        self,
+        job: str,
+        *,
+        names: Sequence[str] = (),
+        from_step: int | None = None,
+        to_step: int | None = None,
+        max_points: int | None = None,
     ) -> MetricsOut:
         """Downsampled series of the metrics asked for (all of them where none is named)."""
-        params = {"name": list(names), "max_points": max_points}
+        params: Params = {
+            "name": list(names),
+            "from_step": from_step,
+            "to_step": to_step,
+            "max_points": max_points,
+        }
         return self._get(job_path(job, "metrics"), MetricsOut, params)
 
     def events(

@@ -88,14 +88,13 @@ class ExportCalls(Connection):
         *,
         checkpoint: str = "newest",
         quantize: Quantization = DEFAULT_QUANTIZATION,
-        idempotency_key: str | None = None,
     ) -> ExportOut:
         """Ask for an export of a checkpoint: `newest`, `best` or a step.
 
         Raises `NotFound` if the job has no such checkpoint, `Conflict` while another is not done.
         """
         body = {"checkpoint": checkpoint, "quantize": quantize}
-        return self._create(job_path(job, "exports"), ExportOut, body, idempotency_key)
+        return self._create(job_path(job, "exports"), ExportOut, body)
 
     def exports(self, job: str) -> list[ExportOut]:
         """Exports of a job in the order of asking, done or not."""
@@ -235,7 +234,6 @@ class SweepCalls(Connection):
         parameters: Sequence[Mapping[str, Any]],
         *,
         metric: str,
-        idempotency_key: str | None = None,
         force: bool = False,
         **options: Any,
     ) -> SweepDetail:
@@ -248,7 +246,7 @@ class SweepCalls(Connection):
         and `secrets`, which all trials have.
         """
         body = {"spec": dict(spec), "parameters": list(parameters), "metric": metric, **options}
-        return self._create("/v1/sweeps", SweepDetail, body, idempotency_key, force=force)
+        return self._create("/v1/sweeps", SweepDetail, body, force=force)
 
     def sweeps(self) -> Iterator[SweepSummary]:
         """Every sweep, newest first, fetched page by page as they are consumed."""

@@ -47,6 +47,7 @@ PATIENCE_S = 120.0
 # How long an answer may take that is asked for when the time is as good as over.
 _LAST_LOOK_S = 1.0
 RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
+_FIRST_DELAY_S = 0.2
 _MAX_DOUBLINGS = 30
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -58,7 +59,6 @@ class RetryPolicy:
     """Exponential backoff with jitter: how long to wait after each failure, and when to give up."""
 
     num_retries: int = 4
-    first_delay_s: float = 0.2
     max_delay_s: float = 5.0
 
     def delay_s(self, num_failures: int, jitter: float) -> float:
@@ -67,7 +67,7 @@ class RetryPolicy:
         `jitter` in [0, 1) scales the delay down by up to a half, so that clients spread out.
         """
         num_doublings = min(num_failures - 1, _MAX_DOUBLINGS)
-        return min(self.first_delay_s * 2.0**num_doublings, self.max_delay_s) * (1 - jitter / 2)
+        return min(_FIRST_DELAY_S * 2.0**num_doublings, self.max_delay_s) * (1 - jitter / 2)
 
 
 @dataclass
@@ -102,7 +102,9 @@ class RetryBudget:
 
 
 def is_transient(error: ShardloomError) -> bool:
-    """Whether the same request may be answered later: the service is away or overloaded."""
+    """Whether the same request may be answered later: the service is away, overloaded or at it."""
+    if isinstance(error, ProblemError) and error.code == "request_under_way":
+        return True
     if isinstance(error, ProblemError | UnexpectedAnswer):
         return error.status in RETRIED_STATUSES
     return isinstance(error, ServiceUnreachable)
@@ -276,7 +278,7 @@ class Connection:
         path: str,
         answer: type[Answer],
         body: dict[str, Any],
-        idempotency_key: str | None,
+        idempotency_key: str | None = None,
         *,
         force: bool = False,
     ) -> Answer:

@@ -151,13 +151,16 @@ def test_a_read_gives_up_after_its_retries_and_names_the_url():
 
 def test_a_submit_is_repeated_with_its_own_idempotency_key():
     lost = httpx.ReadTimeout("too slow")
-    script = Script(lost, *[httpx.Response(201, json=job_body()) for _ in range(3)])
+    under_way = httpx.Response(409, json=problem_body(409, "request_under_way", "ask again"))
+    script = Script(lost, under_way, *[httpx.Response(201, json=job_body()) for _ in range(3)])
     with script.client() as client:
         client.submit(spec_document())
         client.submit(spec_document())
         client.submit(spec_document(), idempotency_key="mine")
-    first, again, second, third = (r.headers["Idempotency-Key"] for r in script.requests)
-    assert first == again != second
+    first, again, once_more, second, third = (
+        request.headers["Idempotency-Key"] for request in script.requests
+    )
+    assert first == again == once_more != second
     assert third == "mine"
 
 

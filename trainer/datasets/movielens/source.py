@@ -40,7 +40,7 @@ from trainer.datasets.movielens.statistics import NEVER, order_by
 from trainer.errors import BadValueError
 from trainer.storage import Location
 
-_YEAR = r"\((\d{4})\)\s*$"
+_YEAR = r"\(([0-9]{4})\)\s*$"
 # A word keeps its apostrophe: "ocean's" is one token, not "ocean" and "s".
 _WORD = r"[\p{L}\p{N}]+(?:['\u2019]\p{L}+)*"
 _NO_GENRES = "(no genres listed)"
@@ -219,8 +219,9 @@ def write_unit(path: Path, blocks: Blocks, users: range, movie_ids: IntArray) ->
 
 
 def _gather(blocks: Blocks, users: range) -> Columns:
-    ends = (blocks.users[users.start], blocks.users[users.stop - 1] + 1)
-    bounds = [np.searchsorted(map_columns(path)["user"], ends) for path in blocks.paths]
+    first, last = blocks.users[users.start], blocks.users[users.stop - 1]
+    of_blocks = (map_columns(path)["user"] for path in blocks.paths)
+    bounds = [np.array([u.searchsorted(first), u.searchsorted(last, "right")]) for u in of_blocks]
     return columns_of(gather_rows(blocks.paths, bounds))
 
 

@@ -81,6 +81,20 @@ def test_of_duplicate_ratings_the_latest_or_later_line_is_kept_and_the_others_co
     assert counts(folder)["duplicates_dropped"] == 3
 
 
+def test_the_largest_id_of_a_user_loses_no_rows(folder):
+    write_ratings(folder, [*RATINGS, f"{2**63 - 1},10,5,100", f"{2**63 - 1},20,1,200"])
+    assert len(prepare(folder)) == len(RATINGS) + 2
+
+
+def test_a_year_in_digits_other_than_ascii_is_none(folder):
+    expected = prepare(folder)
+    movies = (folder / "movies.csv").read_text()
+    (folder / "movies.csv").write_text(
+        movies.replace("Untitled", "Untitled (\uff11\uff19\uff19\uff15)")
+    )
+    assert prepare(folder)["year"].equals(expected["year"])
+
+
 def test_timestamps_out_of_order_and_empty_tags_change_nothing(folder):
     expected = prepare(folder)
     write_ratings(folder, RATINGS[::-1])

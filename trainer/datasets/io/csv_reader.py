@@ -132,7 +132,7 @@ def last_line_end(content: bytes) -> int:
 
 
 _PATTERNS = {
-    "a whole number": re.compile(r"[+-]?\d{1,18}", re.ASCII),
+    "a whole number": re.compile(r"[+-]?\d{1,19}", re.ASCII),
     "a number": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII),
 }
 _TYPES = {"text": pl.String, "a whole number": pl.Int64, "a number": pl.Float64}
@@ -161,7 +161,8 @@ class CsvColumn:
             return True
         if text is None or not _PATTERNS[self.kind].fullmatch(text):
             return False
-        return self.bounds is None or self.bounds[0] < float(text) <= self.bounds[1]
+        number = float(text) if self.kind == "a number" else int(text)
+        return self.bounds is None or self.bounds[0] < number <= self.bounds[1]
 
     def fault(self) -> pl.Expr:
         """Whether a cell that was read breaks the rule; false for every cell of a text column."""

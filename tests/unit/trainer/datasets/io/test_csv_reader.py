@@ -64,7 +64,7 @@ def test_numbers_below_zero_are_read_where_bounds_allow_them(tmp_path):
     ],
 )
 def test_a_bad_value_is_named_with_its_line_and_column(tmp_path, line, column, value):
-    path = write(tmp_path, f"userId,rating,tag\n1,3,ok\n2,4,ok\n{line}\n3,2,ok\n")
+    path = write(tmp_path, f"userId,rating,tag\n1,3,ok\n{2**63 - 1},4,ok\n{line}\n3,2,ok\n")
     with pytest.raises(BadValueError) as raised:
         read_csv(path, COLUMNS)
     error = raised.value

@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from trainer.datasets.criteo.options import CriteoGeneratorOptions, CriteoOptions
 from trainer.datasets.movielens.options import MovieLensOptions
 from trainer.datasets.parameters import options_from_model
-from trainer.errors import DataError
+from trainer.errors import DataError, TooFewRowsError
 
 if TYPE_CHECKING:
     from trainer.data.manifest import Manifest
@@ -246,6 +246,9 @@ def _inspect(sources: list[str]) -> list[DataReport]:
         for data in find_data(sources):
             task = progress.add_task(escape(f"reading {data.title}"), total=None)
             reports.append(inspect_data(data, partial(progress.advance, task)))
+    if not any(report.num_rows for report in reports):
+        titles = ", ".join(report.data.title for report in reports)
+        raise TooFewRowsError(f"there are no rows in {titles}; was it written whole?")
     return reports
 
 

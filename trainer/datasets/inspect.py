@@ -18,7 +18,6 @@ from rich.table import Table
 
 from trainer.data.manifest import Manifest
 from trainer.datasets.profile import ColumnReport, ColumnSketch, DataSet
-from trainer.errors import TooFewRowsError
 from trainer.spec.base import IDENTIFIER_PATTERN
 
 _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "rating", "stars", "y")
@@ -267,8 +266,6 @@ def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: Non
             sketch.add(batch[name])
         num_rows += len(batch)
         on_rows(len(batch))
-    if not num_rows:
-        raise TooFewRowsError(f"{data.title} holds no rows")
     columns = tuple(sketch.report() for sketch in sketches.values())
     return DataReport(data, num_rows, columns, suggest(columns, data.manifest))
 

@@ -31,7 +31,7 @@ from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
 from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
 from trainer.datasets.inspect import DataReport, inspect_data
 from trainer.datasets.profile import ColumnReport, ColumnSketch, find_data
-from trainer.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
+from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 
@@ -298,7 +298,6 @@ def test_bad_files_are_named(tmp_path):
         ("a.csv", b"x,y\n1,2\n1,2,3\n", CorruptFileError, "lines 1 and 3: .* mend lines with"),
         ("b.parquet", b"PAR1 and no more", CorruptFileError, "is not a whole Parquet file"),
         ("c.csv", b"\xff\xfe\n", CorruptFileError, "line 1: not UTF-8"),
-        ("d.csv", b"x,y\n", TooFewRowsError, "holds no rows"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(kind, match=f"{name}.*{message}"):
@@ -330,6 +329,17 @@ def test_the_command_shows_tables_json_and_a_spec(clicks, tmp_path):
     text = invoke(tmp_path, "--spec").stdout
     assert [part["features"][0]["name"] for part in yaml.safe_load_all(text)] == ["a", "b"]
     assert f"---\n# {tmp_path / 'b.csv'}\n" in text
+
+
+def test_a_file_without_rows_is_shown_beside_others_and_refused_alone(tmp_path):
+    (tmp_path / "empty.csv").write_text("x,y\n")
+    failed = invoke(tmp_path)
+    assert failed.exit_code == 2 and "there are no rows in" in failed.stderr
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n1,3\n")
+    shown = invoke(tmp_path).stdout
+    assert "0 rows in 1 file" in shown and "2 rows in 1 file" in shown
+    assert [each["num_rows"] for each in json.loads(invoke(tmp_path, "--json").stdout)] == [0, 2]
+    assert "x: left out" in invoke(tmp_path, "--spec").stdout
 
 
 def test_damage_is_found_whatever_is_printed(clicks, tmp_path):

@@ -181,7 +181,7 @@ class Reconciler:
         # Jobs that are in there already, which keep their turn.
         self._hurried: set[str] = set()
         self._scheduler = executor(1, "schedule")
-        self._scheduled: Future[list[Job] | None] | None = None
+        self._late: Future[list[Job] | None] | None = None
         self._apart: list[threading.Thread] = []
         self.dispatched_at = clock()
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
@@ -298,11 +298,14 @@ class Reconciler:
         """Let the queue be scheduled; the live jobs as that left them, so that what starts is
         reconciled in the same pass. None where they were not read now.
         """
-        if self._scheduled is not None and not self._scheduled.done():
+        if self._late is not None:
+            # Its end wakes the loop: another one at once would leave no time between them.
+            self._late = None if self._late.done() else self._late
             return None
-        self._scheduled = scheduled = self._scheduler.submit(self._queue.admit)
+        scheduled = self._scheduler.submit(self._queue.admit)
         scheduled.add_done_callback(partial(_log_failure, "cannot schedule the queue"))
         if wait([scheduled], timeout=_SCHEDULING_S).not_done:
+            self._late = scheduled
             scheduled.add_done_callback(lambda _: self.wake())
             return None
         return None if scheduled.cancelled() or scheduled.exception() else scheduled.result()

@@ -681,6 +681,30 @@ def test_many_attempts_are_observed_by_one_request_and_ends_by_one_of_their_own(
     assert ended == [True, True] + [False] * 18
 
 
+def test_no_scheduling_pass_follows_a_late_one_at_once(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, begun = threading.Event(), threading.Semaphore(0)
+
+    def hang() -> None:
+        begun.release()
+        release.wait(scaled(60))
+
+    monkeypatch.setattr(loop, "_SCHEDULING_S", 0.01)
+    reconciler = house.reconciler()
+    monkeypatch.setattr(reconciler._queue, "admit", hang)
+    reconciler._dispatch()
+    assert begun.acquire(timeout=scaled(10))
+    release.set()
+    assert reconciler._woken.wait(scaled(10))
+    reconciler._dispatch()
+    reconciler._scheduler.submit(int).result()  # What was submitted before has begun.
+    assert not begun.acquire(blocking=False)
+    reconciler._dispatch()
+    assert begun.acquire(timeout=scaled(10))
+    reconciler.close()
+
+
 def test_a_wake_looks_at_jobs_that_were_written_and_at_no_other(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from service.backends.base import has_own_cluster
 from service.domain.membership import current_membership, sizes_of_job, workers_held
@@ -61,11 +62,14 @@ class Capacity:
         able = [num // size * size for num in fitting if num >= size]
         return sum(able) if len(able) >= spread else 0
 
+    @cached_property
+    def _num_gpus(self) -> float:
+        return sum(host.num_gpus for host in self.hosts or ())
+
     def demand_of(self, job: Job) -> tuple[float, float]:
         """CPUs and GPUs of one worker: with `device: auto` a GPU where there are enough."""
         resources = job.spec.resources
-        num_gpus = sum(host.num_gpus for host in self.hosts or ())
-        is_enough = num_gpus >= job.spec.parallelism.min_workers
+        is_enough = self._num_gpus >= job.spec.parallelism.min_workers
         wants_gpu = resources.device == "cuda" or (resources.device == "auto" and is_enough)
         return resources.cpus_per_worker, float(wants_gpu)
 
@@ -274,6 +278,8 @@ class _SchedulingPass:
         self._num_waiting = 0
         self._for_room: list[int] = []  # Places of those that wait for workers only.
         self._used = Use()
+        # By what they depend on, for as long as the use is the same: all hosts are looked at.
+        self._rooms: dict[object, tuple[int | None, int | None]] = {}
 
     def guarded(self, act: Callable[[Job], None], job: Job) -> bool:
         """Act on a job, and note what is raised; whether nothing was."""
@@ -298,14 +304,26 @@ class _SchedulingPass:
         self._claims[job.project] += workers
         if not has_own_cluster(job):
             cpus, gpus = self.capacity.demand_of(job)
-            self._used += Use(workers, workers * cpus, workers * gpus)
+            self._take(Use(workers, workers * cpus, workers * gpus))
 
     def _count(self, held: Held) -> None:
-        self._used += self._use_of(held)
+        self._take(self._use_of(held))
         self._num_running[held.job.project] += 1
         self.shares[held.job.project] += held.workers
         self._claims[held.job.project] += held.most
         self.held.append(held)
+
+    def _take(self, use: Use) -> None:
+        self._used += use
+        self._rooms.clear()
+
+    def _room_of(self, job: Job) -> tuple[int | None, int | None]:
+        """How many workers of a job an empty cluster holds, and how many fit now."""
+        capacity, group = self.capacity, sizes_of_job(job).shard_group_size
+        of = (capacity.demand_of(job), job.spec.parallelism.num_hosts_needed, group)
+        if of not in self._rooms:
+            self._rooms[of] = capacity.num_workers(job), capacity.num_free(job, self._used)
+        return self._rooms[of]
 
     def _use_of(self, held: Held) -> Use:
         if has_own_cluster(held.job):
@@ -348,7 +366,7 @@ class _SchedulingPass:
             self._start(job)
 
     def _is_possible(self, job: Job) -> bool:
-        total = self.capacity.num_workers(job)
+        total, _ = self._room_of(job)
         return total is not None and sizes_of_job(job).min_workers <= total
 
     def expect_starts(self) -> None:
@@ -431,7 +449,7 @@ class _SchedulingPass:
         if has_own_cluster(job):
             return ""
         least = sizes_of_job(job).min_workers
-        total, free = self.capacity.num_workers(job), self.capacity.num_free(job, self._used)
+        total, free = self._room_of(job)
         if total is None or free is None:
             return ""
         if least > total:
@@ -453,10 +471,12 @@ class _SchedulingPass:
             each for each in here if not (each.job.cancel_requested or each.job.pause_requested)
         ]
         num_leaving = len(here) - len(staying)
-        used = sum((self._use_of(each) for each in staying), Use())
-        victims: list[Held] = []
         lower = [held for held in staying if held.job.priority < job.priority]
         preemptible = [held for held in lower if held.job.spec.preemptible]
+        if not (preemptible or num_leaving):
+            return ""
+        used = sum((self._use_of(each) for each in staying), Use())
+        victims: list[Held] = []
         # The lowest priority first, and of these the latest start.
         preemptible.sort(key=lambda held: -_started_at(held.job))
         for each in sorted(preemptible, key=lambda held: held.job.priority):

@@ -34,6 +34,7 @@ class TlsService(ServiceProcess):
         self.certificate, key = make_certificate(home, "127.0.0.1")
         settings = {
             "SHARDLOOM_AUTH": "required",
+            "SHARDLOOM_LOG_FORMAT": "json",
             "SHARDLOOM_SSL_CERTFILE": str(self.certificate),
             "SHARDLOOM_SSL_KEYFILE": str(key),
             "SHARDLOOM_DRIVER_CA_FILE": str(self.certificate),
@@ -81,6 +82,7 @@ def test_from_the_first_key_to_a_driver_that_posts(
         _drive(service, job.id)
         kinds = [line.kind for line in client.iter_events(job.id)]
     assert "note" in kinds
+    assert f'"job_id": "{job.id}"' in service.log()
     assert key not in service.log()
     assert "hunter2" not in service.log()
     lines = json.loads(service.shell("audit", "--json", SHARDLOOM_API_KEY=key, **url))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from service.observability.tracing import Tracing, traceparent_of
 from service.reconciler.submission import submission_of
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, batch, checkpoint, queued_job
+from tests.harness.http_stub import http_stub
 from tests.harness.service import Api
 from trainer.protocol.events import Metrics
 
@@ -206,6 +208,14 @@ def test_without_a_collector_nothing_is_traced(tmp_path: Any) -> None:
     with tracing.ingesting("job-0000000000ab-a0", 1):
         pass
     tracing.close()
+
+
+def test_a_collector_of_the_settings_is_sent_spans(tmp_path: Path) -> None:
+    with http_stub() as collector:
+        tracing = Tracing.from_settings(Settings(home=tmp_path, otlp_endpoint=collector.url))
+        tracing.submitted(replace(queued_job(), created_at=NOW), NOW)
+        tracing.close()
+    assert [request.path for request in collector.received] == ["/v1/traces"]
 
 
 def test_a_driver_is_told_of_the_trace_only_where_there_is_a_collector(

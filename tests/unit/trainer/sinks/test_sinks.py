@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from tests.harness.builders import NOW, attempt_ended, workers_lost, workers_started
+from tests.harness.http_stub import http_stub
 from tests.harness.wait import scaled
 from trainer.protocol import events as events_module
 from trainer.protocol.outbox import EventWriter, read_batch
@@ -262,6 +263,21 @@ def test_only_a_span_of_an_attempt_that_failed_is_an_error(tmp_path: Path) -> No
         _feed(sink, run_dir).feed()
         [attempt] = [span for span in exporter.get_finished_spans() if span.name == "attempt"]
         assert (attempt.status.status_code is StatusCode.ERROR) == is_error
+
+
+def test_the_collector_that_a_driver_is_told_of_is_sent_spans(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(run_dir, 0, _STARTED, attempt_ended("completed"), stream="driver")
+    files = run_dir.attempt(f"{JOB}-a0")
+    files.spec_path.write_text("{}")
+    with http_stub() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        monkeypatch.setenv("SHARDLOOM_TRACEPARENT", TRACEPARENT)
+        [feed] = open_sinks(run_dir, f"{JOB}-a0", JOB, EventWriter(files.stream_path("driver")))
+        feed.start()
+        feed.close(scaled(10))
+    assert [request.path for request in collector.received] == ["/v1/traces"]
 
 
 def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir: RunDir) -> None:

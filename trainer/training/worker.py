@@ -86,14 +86,15 @@ def _take_steps(session: Session) -> None:
         )
         if is_save_due:
             session.land_report()  # which may say that a stop is wanted: one save is enough
-        can_save = session.may_save and (is_save_due or not session.saves.is_blocked)
-        must_stop = session.is_asked_to_stop and can_save
+        is_too_early = session.saves.has_failed and session.saves.is_blocked
+        must_stop = session.is_asked_to_stop and session.may_save and not is_too_early
         if is_save_due or must_stop:
             session.save_checkpoint(is_best)
         if must_stop:
             session.await_save()  # `close` gives up sooner
-            # Else the save failed: they train on, and try again after a report.
+            # Else the save failed: they train on until a report asks again.
             must_stop = session.checkpoints.settled_step == session.state.step
+            session.is_asked_to_stop = must_stop
         if must_stop:
             leave_mark(session.config, AttemptDir.stopping_path)
         if session.is_finished or must_stop:

@@ -322,8 +322,7 @@ class GroupRunLoop:
 
     def _explain_loss(self, run: GroupRun, failure: Failure) -> None:
         """The workers of a group that was given up have ended of what may be the cause."""
-        last = self._failures.last
-        self._failures.last = failures.explain([failure, *([last] if last else [])])
+        self._failures.last = failures.explain([failure, self._failures.last or failure])
         is_hosts_fault = failure.blamed_host or failure.reason.rule.blames_hosts
         if run.blamed_at and not is_hosts_fault:
             self.record.forgive(run.hosts, run.blamed_at)

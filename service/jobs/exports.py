@@ -5,23 +5,24 @@ write there, too: only requests with the service's seal are carried out (`export
 export is marked first, which hides it and ends its process; then its files go. What a crash cuts
 off is removed when a service starts, and once an hour.
 
-A download is one tar stream of known size, and nothing is written to disk for it. All files are
-open before the first byte is sent, so that an export that is deleted meanwhile still comes whole.
+A download is a ZIP archive, made while it is sent. All files are open before its first byte, so that
+an export that is deleted meanwhile still comes whole.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import tarfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import IO
 
 from service import errors
 from service.auth.crypto import master_keys_of
 from service.db.jobs import JobStore
 from service.domain.models import Job
+from service.jobs.logs import as_zip
 from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
 from trainer.export.artifact import MARKER, ArtifactError
@@ -33,51 +34,28 @@ from trainer.spec.training import Quantization
 logger = logging.getLogger(__name__)
 _DAY_S = 86400.0
 _CHUNK_BYTES = 2**18
-_BLOCK = tarfile.BLOCKSIZE
 
 
-def archive(folder: ExportFolder) -> tuple[int, Iterator[bytes]]:
-    """Size of the tar in bytes, and its bytes; raises `StorageUnavailable` where it is damaged."""
+def archive(folder: ExportFolder) -> Iterator[bytes]:
+    """The bytes of the ZIP archive; raises `StorageUnavailable` where the export is damaged."""
     try:
         with ExitStack() as opened:
             # The marker last: what was cut off is no export.
             names = [*sorted(folder.read_manifest().files), MARKER]
-            files = [opened.enter_context(folder.open_file(name)) for name in names]
-            headers = [_header(*each) for each in zip(names, files, strict=True)]
-            chunks = _stream(files, headers, opened.pop_all())
+            files = [(name, opened.enter_context(folder.open_file(name))) for name in names]
+            chunks = _stream(files, opened.pop_all())
     except (ArtifactError, OSError) as error:
         raise errors.StorageUnavailable(str(error)) from error
     next(chunks)
-    size = sum(len(header) + _padded(info.size) for info, header in headers) + 2 * _BLOCK
-    return size, chunks
+    return chunks
 
 
-def _header(name: str, file: IO[bytes]) -> tuple[tarfile.TarInfo, bytes]:
-    info = tarfile.TarInfo(name)
-    status = os.fstat(file.fileno())
-    info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), 0o644
-    return info, info.tobuf(tarfile.PAX_FORMAT)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
-
-
-def _stream(
-    files: Sequence[IO[bytes]], headers: Sequence[tuple[tarfile.TarInfo, bytes]], opened: ExitStack
-) -> Iterator[bytes]:
+def _stream(files: Sequence[tuple[str, IO[bytes]]], opened: ExitStack) -> Iterator[bytes]:
     with opened:
         yield b""  # begun: whoever drops us from here on closes the files
-        for file, (info, header) in zip(files, headers, strict=True):
-            yield header
-            num_left = info.size
-            while num_left and (chunk := file.read(min(_CHUNK_BYTES, num_left))):
-                num_left -= len(chunk)
-                yield chunk
-            if num_left:
-                raise OSError(f"{file.name} became shorter while it was sent")
-            yield bytes(_padded(info.size) - info.size)
-        yield bytes(2 * _BLOCK)
+        contents = [(name, iter(partial(file.read, _CHUNK_BYTES), b"")) for name, file in files]
+        # Quantised tables hardly become smaller.
+        yield from as_zip(contents, zipfile.ZIP_STORED)
 
 
 # ---- deletion

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -485,31 +485,34 @@ def tail_position(
 _CHUNK_BYTES = 1 << 18
 
 
-def logs_of(run_dir: RunDir, attempt_ids: Sequence[str]) -> list[tuple[str, Path]]:
-    """Name in the archive and path of every log."""
-    found = []
+def logs_of(run_dir: RunDir, attempt_ids: Sequence[str]) -> list[tuple[str, Iterator[bytes]]]:
+    """Name in the archive and content of every log."""
+    found, list_folder = [], lru_cache(maxsize=1)(list_logs)
     for attempt_id in attempt_ids:
         files = run_dir.attempt(attempt_id)
         for source in list_sources(files):
-            found.append((f"{attempt_id}/{source}.log", files.log_path(source)))
+            content = _content(files.log_path(source), list_folder)
+            found.append((f"{attempt_id}/{source}.log", content))
     return found
 
 
-def as_zip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
-    """A ZIP archive with a file for each log."""
-    sink, list_folder = _Sink(), lru_cache(maxsize=1)(list_logs)
-    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, path in logs:
-            # Its size is not known beforehand: a job that runs goes on writing.
+def as_zip(
+    files: Iterable[tuple[str, Iterable[bytes]]], compression: int = zipfile.ZIP_DEFLATED
+) -> Iterator[bytes]:
+    """A ZIP archive of files, given by their names and contents."""
+    sink = _Sink()
+    with zipfile.ZipFile(sink, "w", compression, compresslevel=1) as archive:
+        for name, content in files:
+            # Sizes are not known beforehand: a job that runs goes on writing.
             with archive.open(name, "w", force_zip64=True) as member:
-                for chunk in _contents(path, list_folder(path.parent)):
+                for chunk in content:
                     member.write(chunk)
                     yield sink.take()
     yield sink.take()
 
 
-def _contents(path: Path, listing: Listing) -> Iterator[bytes]:
-    offset = 0
+def _content(path: Path, list_folder: Callable[[Path], Listing]) -> Iterator[bytes]:
+    offset, listing = 0, list_folder(path.parent)
     while (piece := read_at(path, offset, _CHUNK_BYTES, listing)) is not None:
         if piece.num_dropped:
             yield f"\n{dropped_notice(piece.num_dropped)}\n".encode()

@@ -70,7 +70,7 @@ async def upload_code(request: Request, context: ContextDep) -> CodeSummary:
 exports_router = APIRouter(
     prefix="/v1/jobs/{job}/exports", tags=["exports"], route_class=ThreadRoute
 )
-ARCHIVE_MEDIA_TYPE = "application/x-tar"
+ARCHIVE_MEDIA_TYPE = "application/zip"
 
 
 @exports_router.post(
@@ -131,14 +131,13 @@ def remove_export(export_id: str, job: JobDep, context: ContextDep) -> None:
 )
 @on_storage()
 def download_export(export_id: str, job: JobDep, context: ContextDep) -> StreamingResponse:
-    """The folder as a tar file; 409 until the export is done."""
+    """The folder as a ZIP archive; 409 until the export is done."""
     folder = get_finished_export(context.settings, job.id, export_id)
-    size, chunks = archive(folder)
+    chunks = archive(folder)
     headers = {
-        "Content-Length": str(size),
         # Or it would be compressed on the way, which quantised tables hardly are.
         "Content-Encoding": "identity",
-        "Content-Disposition": f'attachment; filename="{job.name}-{folder.id}.tar"',
+        "Content-Disposition": f'attachment; filename="{job.name}-{folder.id}.zip"',
     }
     sent = streamed(context, chunks, job)
     return StreamingResponse(sent, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)

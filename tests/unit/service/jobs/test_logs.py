@@ -21,12 +21,13 @@ from service.jobs.logs import (
     following,
     head_of,
     list_sources,
+    logs_of,
     read_new,
     tail_position,
 )
 from tests.harness.properties import examples
 from tests.harness.wait import scaled
-from trainer.protocol.run_dir import AttemptDir
+from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import list_untrusted
 
 
@@ -207,8 +208,11 @@ def test_however_many_logs_there_are_little_is_read_of_their_tails_and_at_once(
 
 
 def test_reading_the_logs_of_many_ranks_lists_their_folder_once(
-    files: AttemptDir, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run_dir = RunDir(tmp_path / "job")
+    files = run_dir.attempt("a")
+    files.logs_dir.mkdir(parents=True)
     for rank in range(20):
         files.log_path(f"rank-{rank}").write_text("a line\n")
     listed: list[Path] = []
@@ -221,6 +225,5 @@ def test_reading_the_logs_of_many_ranks_lists_their_folder_once(
     sources = [f"rank-{rank}" for rank in range(20)]
     position = tail_position(files, "a", sources, 1)
     assert len(list(read_new(files, position, sources, is_final=True))) == 20
-    named = [(name, files.log_path(name)) for name in sources]
-    assert b"".join(as_zip(named))
-    assert len(listed) == 3
+    assert b"".join(as_zip(logs_of(run_dir, ["a"])))
+    assert len(listed) == 4, "for its tail, new lines, the names of a download and what it holds"

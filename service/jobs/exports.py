@@ -5,8 +5,8 @@ write there, too: only requests with the service's seal are carried out (`export
 export is marked first, which hides it and ends its process; then its files go. What a crash cuts
 off is removed when a service starts, and once an hour.
 
-A download is a ZIP archive, made while it is sent. All files are open before its first byte, so that
-an export that is deleted meanwhile still comes whole.
+A download is a ZIP archive, made while it is sent. All files are open before its first byte, so
+that an export that is deleted meanwhile still comes whole.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ is 2 for invalid settings, and 1 where the service cannot start.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import resource
@@ -27,6 +28,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.api import openapi
 from service.api.authentication import AuthenticationMiddleware
@@ -82,6 +84,7 @@ _BACKLOG = 2048
 # The pages' transport takes a million itself, and by then has it all in memory.
 MAX_SOCKET_MESSAGE_BYTES = 1_000_000
 _SWITCH_INTERVAL_S = 0.0005
+_HEAD_TIMEOUT_S = 10.0
 # What fits into the first flight of TCP, of ten segments, comes no sooner where it is smaller.
 _GZIP_FROM_BYTES = 14_000
 # A higher level costs more time than its bytes are worth.
@@ -323,6 +326,47 @@ def _kuberay(settings: Settings) -> Backend:
     return backend
 
 
+class _HttpProtocol(HttpToolsProtocol):
+    """Closes connections on which no request has begun for `_HEAD_TIMEOUT_S`, which uvicorn keeps.
+
+    What comes of a body after its answer begins none either.
+    """
+
+    _closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_head()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._stop_waiting()
+        super().handle_websocket_upgrade()
+        # Of a handshake with a body, or too many headers, nothing comes: uvicorn looks no further.
+        if not getattr(self.transport.get_protocol(), "handshake_initiated", True):
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._closing = self.loop.call_later(_HEAD_TIMEOUT_S, self._close_if_idle)
+
+    def _stop_waiting(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+
+    def _close_if_idle(self) -> None:
+        # Before the first request there is none.
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 class _Server(uvicorn.Server):
     """Tells followed streams to end before it waits for open requests to finish."""
 
@@ -377,6 +421,7 @@ def _tell_local_token(settings: Settings, token: str | None) -> None:
 def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=_HttpProtocol,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         log_config=None,

@@ -19,7 +19,7 @@ from service.backends.fake import FakeBackend
 from service.errors import BackendUnreachable
 from service.healthcheck import health_url, main
 from service.settings import Settings
-from tests.harness.wait import free_port, wait_for
+from tests.harness.wait import free_port, scaled, wait_for
 
 
 def test_it_asks_where_the_service_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +138,54 @@ async def _talk(settings: Settings) -> None:
                 await socket.recv()
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1009
+        server.should_exit = True
+        await serving
+
+
+def test_connections_on_which_no_request_comes_are_closed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_HEAD_TIMEOUT_S", scaled(0.3))
+    asyncio.run(asyncio.wait_for(_keep_silent(Settings(home=tmp_path)), scaled(30)))
+
+
+async def _keep_silent(settings: Settings) -> None:
+    port, are_closed = free_port(), asyncio.Event()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await _echo(scope, receive, send)
+            return
+        if scope["method"] == "GET":
+            await are_closed.wait()
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def end_of(begun: bytes, then: bytes = b"") -> bytes:
+        """What is answered until the connection ends; `then` is sent after a first answer."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun)
+        answered = await reader.readuntil(b"0\r\n\r\n") if then else b""
+        writer.write(then)
+        answered += await reader.read()
+        writer.close()
+        return answered
+
+    with bind("127.0.0.1", port) as listener:
+        server = uvicorn.Server(server_config(answer, settings))
+        serving = asyncio.create_task(server.serve([listener]))
+        slow = asyncio.create_task(end_of(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"))
+        async with connect(f"ws://127.0.0.1:{port}") as socket:
+            assert await end_of(b"") == b""
+            assert await end_of(b"GET / HTTP/1.1\r\nHost: ") == b""
+            odd = b"Upgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 9\r\n\r\n"
+            assert await end_of(b"GET / HTTP/1.1\r\nHost: a\r\n" + odd) == b""
+            upload = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
+            assert (await end_of(upload, b"x")).startswith(b"HTTP/1.1 401")
+            are_closed.set()
+            assert (await slow).startswith(b"HTTP/1.1 401"), "it was at work all the time"
+            await socket.send("ping")
+            assert await socket.recv() == "ping"
         server.should_exit = True
         await serving
 

@@ -102,8 +102,9 @@ def check_address(settings: Settings, *, has_credentials: bool) -> None:
     if settings.auth == "required" and not has_credentials:
         raise ServiceError(
             f"{where} with SHARDLOOM_AUTH=required, but there is no API key yet, so that nobody "
-            "could call: make the first one with `shardloom keys create NAME --admin` (it works "
-            "directly on the database), or set SHARDLOOM_OIDC_ISSUER"
+            "could call: make the first one with `shardloom keys create NAME --admin`, which works "
+            f"directly on the database: with SHARDLOOM_HOME={settings.home} and "
+            "SHARDLOOM_DATABASE_URL as they are here. Or set SHARDLOOM_OIDC_ISSUER"
         )
     if (settings.ssl_certfile is None) != (settings.ssl_keyfile is None):
         raise ServiceError("SHARDLOOM_SSL_CERTFILE and SHARDLOOM_SSL_KEYFILE go together")

@@ -14,10 +14,10 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from alembic import command
@@ -52,9 +52,10 @@ from tenacity import (
     wait_fixed,
 )
 
-from service.errors import StoreUnavailable
+from service.errors import ServiceError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
+_Parsed = TypeVar("_Parsed")
 _WRITE_LOCK_TIMEOUT_S = 10.0
 # serialization_failure and deadlock_detected
 _CONFLICTS = frozenset({"40001", "40P01"})
@@ -106,6 +107,7 @@ class Transactions:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._unreadable: set[str] = set()
 
     def read(self, *, is_single: bool = False) -> AbstractContextManager[Connection]:
         """A transaction that reads; `is_single` spares SQLite one for a single statement."""
@@ -120,6 +122,20 @@ class Transactions:
     def rows(self, query: Select[Any]) -> Sequence[RowMapping]:
         with self.read(is_single=True) as connection:
             return connection.execute(query).mappings().all()
+
+    def readable(
+        self, found: Iterable[RowMapping], parse: Callable[[RowMapping], _Parsed]
+    ) -> list[_Parsed]:
+        """What `parse` makes of rows; one for which it raises is left out and logged once."""
+        readable = []
+        for row in found:
+            try:
+                readable.append(parse(row))
+            except ServiceError as error:
+                if row["id"] not in self._unreadable:
+                    logger.error("%s", error)
+                self._unreadable.add(row["id"])
+        return readable
 
     def execute(self, statement: Executable, values: Any = None) -> int:
         """Run one statement that writes; how many rows it changed."""

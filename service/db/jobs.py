@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,8 +27,6 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
-    Engine,
-    RowMapping,
     Table,
     delete,
     literal,
@@ -79,10 +77,6 @@ _AT_REST = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 
 class JobStore(Transactions):
     """Durable jobs in a SQL database: SQLite in WAL mode, or PostgreSQL."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._unreadable: set[str] = set()
 
     @classmethod
     def open(cls, database_url: str) -> JobStore:
@@ -168,11 +162,11 @@ class JobStore(Transactions):
             return [], None
         found = self.rows(queries.select_page(wanted, projects, limit + 1))
         page = found[:limit]
-        return self._readable(page), page[-1]["id"] if len(found) > limit else None
+        return self.readable(page, rows.job_of), page[-1]["id"] if len(found) > limit else None
 
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first."""
-        return self._readable(self.rows(queries.LIVE_JOBS))
+        return self.readable(self.rows(queries.LIVE_JOBS), rows.job_of)
 
     def has_queued_jobs(self) -> bool:
         query = select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
@@ -361,18 +355,6 @@ class JobStore(Transactions):
         query = select(checkpoints).where(checkpoints.c.job_id == job_id)
         found = self.rows(query.order_by(checkpoints.c.step))
         return [Checkpoint(**row) for row in found]
-
-    def _readable(self, found: Iterable[RowMapping]) -> list[Job]:
-        """Jobs from rows; one that this version cannot read is left out and logged once."""
-        readable = []
-        for row in found:
-            try:
-                readable.append(rows.job_of(row))
-            except errors.JobUnreadable as error:
-                if row["id"] not in self._unreadable:
-                    logger.error("%s", error)
-                self._unreadable.add(row["id"])
-        return readable
 
 
 def _lock_ended(connection: Connection, job_id: str) -> None:

@@ -55,10 +55,14 @@ def job_of(row: RowMapping) -> Job:
         parts = {"spec": _spec_of(row["spec"]), "progress": progress}
         return _JOB.validate_python({**row, **parts})
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
-        raise JobUnreadable(row["id"], "; ".join(faults)) from error
+        raise JobUnreadable(row["id"], faults_of(error)) from error
     except ValueError as error:
         raise JobUnreadable(row["id"], str(error)) from error
+
+
+def faults_of(error: ValidationError) -> str:
+    faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+    return "; ".join(faults)
 
 
 @lru_cache(_NUM_CACHED_SPECS)

@@ -11,17 +11,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, RowMapping, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from service.db.engine import Transactions, repeated
 from service.db.queries import select_jobs
-from service.db.rows import job_of
+from service.db.rows import faults_of, job_of
 from service.db.tables import jobs, metric_names, metric_points, sweep_trials, sweeps
 from service.domain.models import Job
 from service.domain.sweeps import Observed, Sweep, SweepStatus, Trial
-from service.errors import JobUnreadable, SweepEnded, SweepNotEnded, SweepNotFound
+from service.errors import ServiceError, SweepEnded, SweepNotEnded, SweepNotFound
 
 _LIVE = (SweepStatus.RUNNING.value, SweepStatus.CANCELLING.value)
 # Columns of their own; all else is in `definition`.
@@ -44,24 +44,30 @@ class SweepStore(Transactions):
 
     def list_sweeps(
         self, projects: Collection[str] | None, *, after: str | None = None, limit: int = 50
-    ) -> list[Sweep]:
+    ) -> tuple[list[Sweep], str | None]:
         """Sweeps of some projects, or of all, newest first, behind the sweep with the id `after`.
 
-        Raises `SweepNotFound` where there is no such sweep.
+        The cursor is the id of the last one of the page. Raises `SweepNotFound` where there is no
+        sweep `after`.
         """
         place = (sweeps.c.created_at, sweeps.c.id)
-        query = select(sweeps).order_by(*(column.desc() for column in place)).limit(limit)
+        query = select(sweeps).order_by(*(column.desc() for column in place)).limit(limit + 1)
         if projects is not None:
             query = query.where(sweeps.c.project.in_(projects))
         if after is not None:
-            last = self.get(after)
-            query = query.where(tuple_(*place) < tuple_(last.created_at, last.id))
-        return [_sweep_of(row) for row in self.rows(query)]
+            last = self.rows(select(*place).where(sweeps.c.id == after))
+            if not last:
+                raise SweepNotFound(after)
+            query = query.where(tuple_(*place) < tuple_(*last[0].values()))
+        found = self.rows(query)
+        page = found[:limit]
+        following = page[-1]["id"] if len(found) > limit else None
+        return self.readable(page, _sweep_of), following
 
     def list_live(self) -> list[Sweep]:
         """Sweeps that have not ended, oldest first."""
         query = select(sweeps).where(sweeps.c.status.in_(_LIVE)).order_by(sweeps.c.created_at)
-        return [_sweep_of(row) for row in self.rows(query)]
+        return self.readable(self.rows(query), _sweep_of)
 
     @repeated
     def cancel(self, sweep_id: str) -> Sweep:
@@ -124,13 +130,8 @@ class SweepStore(Transactions):
         ]
 
     def _jobs(self, ids: Sequence[str]) -> dict[str, Job]:
-        found = {}
-        for row in self.rows(select_jobs().where(jobs.c.id.in_(ids))):
-            try:
-                found[row["id"]] = job_of(row)
-            except JobUnreadable:
-                continue
-        return found
+        found = self.rows(select_jobs().where(jobs.c.id.in_(ids)))
+        return {job.id: job for job in self.readable(found, job_of)}
 
     def _reached(self, sweep: Sweep, trial: Trial) -> float | None:
         """The first value of the metric at the next rung of a trial or later, if it is there."""
@@ -174,7 +175,13 @@ def _read(connection: Connection, sweep_id: str) -> Sweep:
 def _sweep_of(row: RowMapping) -> Sweep:
     # A spec of an earlier version may name steps to trace.
     row["definition"]["spec"].get("training", {}).pop("trace", None)
-    return _SWEEP.validate_python({name: row[name] for name in _COLUMNS} | row["definition"])
+    try:
+        return _SWEEP.validate_python({name: row[name] for name in _COLUMNS} | row["definition"])
+    except ValidationError as error:
+        raise ServiceError(
+            f"sweep {row['id']} cannot be read ({faults_of(error)}); was it stored by another "
+            "version of the service? Run that version"
+        ) from error
 
 
 def _trial_of(row: RowMapping) -> Trial:

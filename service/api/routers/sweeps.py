@@ -102,8 +102,8 @@ def list_sweeps(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Page[SweepSummary]:
     """Sweeps of the projects that one may see."""
-    found = context.sweeps.list_sweeps(principal.projects, after=after, limit=limit + 1)
-    return Page.of(found, limit, sweep_summary)
+    found, following = context.sweeps.list_sweeps(principal.projects, after=after, limit=limit)
+    return Page(items=[sweep_summary(each) for each in found], next=following)
 
 
 @router.get("/{sweep_id}", summary="Read a sweep with its trials")

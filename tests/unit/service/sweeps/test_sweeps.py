@@ -102,6 +102,20 @@ def test_a_sweep_runs_to_its_end_and_names_the_best_spec(api, create):
     assert 0.01 <= best <= 0.3
 
 
+def test_a_sweep_that_cannot_be_read_does_not_stall_the_others(api, create, caplog):
+    store = api.http.app.state.context.sweeps
+    good = create(num_trials=1)
+    store.create(replace(store.get(good), id="sweep-later", search="of_tomorrow"))
+    for _ in range(2):
+        runner_of(api).poll()
+    assert len(trials_of(api, good)) == 1
+    page = api.http.get("/v1/sweeps", params={"limit": 1}).json()
+    rest = api.http.get("/v1/sweeps", params={"after": page["next"]}).json()
+    assert [each["id"] for each in page["items"] + rest["items"]] == [good]
+    told = [record for record in caplog.records if "sweep-later" in record.getMessage()]
+    assert len(told) == 1
+
+
 def test_a_sweep_of_an_earlier_version_may_name_steps_to_trace(api, create):
     store = api.http.app.state.context.sweeps
     sweep = store.get(create(num_trials=1))

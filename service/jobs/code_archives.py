@@ -74,8 +74,8 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
 def remove_old_code(settings: Settings, now: float, read_named: Callable[[], set[str]]) -> int:
     """Remove uploads that nobody has sent or named for the time that the settings keep them.
 
-    `read_named` gives the ids that living jobs may still need; their uploads stay. How many were
-    removed; raises OSError.
+    `read_named` gives the ids that jobs and sweeps may still need; their uploads stay. How many
+    were removed; raises OSError.
     """
     if not settings.code_retention_days:
         return 0

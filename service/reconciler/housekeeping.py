@@ -10,6 +10,7 @@ from functools import partial
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.metrics import prune
+from service.db.sweeps import SweepStore
 from service.db.webhooks import WebhookStore
 from service.errors import StoreUnavailable
 from service.jobs.actions import finish_deletions
@@ -80,5 +81,7 @@ class Housekeeper:
             logger.info("removed %d %s past their retention", num_removed, what)
 
     def _named_code(self) -> set[str]:
-        codes = (job.spec.model.code for job in self._store.list_live_jobs())
+        codes = {job.spec.model.code for job in self._store.list_live_jobs()}
+        sweeps = SweepStore(self._store.engine).list_live()
+        codes |= {sweep.spec["model"].get("code") for sweep in sweeps}
         return {code for code in codes if code is not None}

@@ -74,13 +74,18 @@ def test_a_damaged_copy_is_mended_by_the_next_upload(api: Api, archive: bytes) -
     assert path.read_bytes() == archive
 
 
-def test_uploads_are_removed_when_they_are_old_and_no_living_job_names_them(
+def test_uploads_are_removed_when_they_are_old_and_no_living_job_or_sweep_names_them(
     api: Api, archive: bytes, tmp_path: Path
 ) -> None:
-    (tmp_path / "src" / "towers" / "more.py").write_text("")
-    other = pack(tmp_path / "src")
-    named, unnamed = (upload(api, each).json()["id"] for each in (archive, other))
+    archives = [archive]
+    for name in ("more.py", "most.py"):
+        (tmp_path / "src" / "towers" / name).write_text("")
+        archives.append(pack(tmp_path / "src"))
+    named, searched, unnamed = (upload(api, each).json()["id"] for each in archives)
     submit(api, named)
+    vary = [{"path": "optimizer.sparse.lr", "values": [0.1]}]
+    sweep = {"spec": module_spec(searched), "parameters": vary, "metric": "validation/rmse"}
+    assert api.http.post("/v1/sweeps", json=sweep).status_code == 201
     folder = api.settings.runs_dir / ".code"
     hours = itertools.count(int(time.time()), 3600)
     keeper = Housekeeper(api.store, api.settings, lambda: float(next(hours)))
@@ -88,11 +93,11 @@ def test_uploads_are_removed_when_they_are_old_and_no_living_job_names_them(
     for path in folder.iterdir():
         os.utime(path, (time.time() - 29 * 86400,) * 2)
     keeper.run()
-    assert {path.stem for path in folder.iterdir()} == {named, unnamed}
+    assert {path.stem for path in folder.iterdir()} == {named, searched, unnamed}
     for path in folder.iterdir():
         os.utime(path, (time.time() - 31 * 86400,) * 2)
     keeper.run()
-    assert {path.stem for path in folder.iterdir()} == {named}
+    assert {path.stem for path in folder.iterdir()} == {named, searched}
 
 
 def test_what_is_sent_or_named_again_is_as_new(api: Api, archive: bytes, code: str) -> None:

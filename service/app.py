@@ -84,6 +84,7 @@ _BACKLOG = 2048
 # The pages' transport takes a million itself, and by then has it all in memory.
 MAX_SOCKET_MESSAGE_BYTES = 1_000_000
 _SWITCH_INTERVAL_S = 0.0005
+_KUBERNETES_TIMEOUT_S = 5.0
 _HEAD_TIMEOUT_S = 10.0
 # What fits into the first flight of TCP, of ten segments, comes no sooner where it is smaller.
 _GZIP_FROM_BYTES = 14_000
@@ -280,8 +281,6 @@ def _ray_jobs(settings: Settings, address: str, token: str | None = None) -> Ray
     return RayJobsBackend(
         address,
         auth_token=token or (given.get_secret_value() if given else None),
-        timeout_s=settings.backend_timeout_s,
-        submit_timeout_s=settings.submit_timeout_s,
     )
 
 
@@ -297,7 +296,7 @@ def _kuberay(settings: Settings) -> Backend:
     from service.backends.kuberay.manifest import ClusterOptions
 
     def open_namespace(name: str) -> KubeApi:
-        return KubeApi.open(settings.kubeconfig, name, settings.backend_timeout_s)
+        return KubeApi.open(settings.kubeconfig, name, _KUBERNETES_TIMEOUT_S)
 
     path, api = settings.kuberay_template_file, open_namespace(settings.kuberay_namespace)
     template = (

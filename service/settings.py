@@ -175,16 +175,8 @@ class Settings(BaseSettings):
     """Most workers of a cluster that grows by itself; its hosts do not count then."""
     pause_grace_s: PositiveFloat = 120.0
     """Longest wait for the workers of a pausing job to save."""
-    reconcile_threads: int = Field(default=8, ge=1)
-    """Jobs reconciled in parallel, so that a slow one delays few."""
-    backend_timeout_s: PositiveFloat = 5.0
-    """Longest wait for one answer of the backend."""
-    submit_timeout_s: PositiveFloat = 20.0
-    """Longest wait for the backend to take a submission."""
     stream_poll_s: PositiveFloat = 0.5
     """Seconds between two polls for new items of a followed stream."""
-    stream_heartbeat_s: PositiveFloat = 15.0
-    """Longest silence of a followed stream before a comment is sent."""
     # ---- who may call
     auth: Literal["none", "local", "required"] = Field(default_factory=_default_auth)
     """`required` wants an API key, a token or a session. `local`, the default on loopback and for
@@ -206,8 +198,6 @@ class Settings(BaseSettings):
     """`aud` that such tokens have."""
     oidc_jwks_url: str | None = None
     """Where the provider publishes its keys."""
-    oidc_jwks_ttl_s: PositiveFloat = 3600.0
-    """Seconds for which the provider's keys are kept."""
     oidc_roles_claim: str = "groups"
     """Claim whose values give roles; dots lead into objects."""
     oidc_roles: Annotated[dict[str, dict[str, RoleName]], _Json] = {}
@@ -231,12 +221,12 @@ class Settings(BaseSettings):
     """Requests per second of one principal; local ones have no limit."""
     rate_limit_burst: int = Field(default=200, ge=1)
     """Requests that a principal may send at once."""
-    max_open_requests: int = Field(default=100, ge=1)
-    """Requests, streams and sockets a principal may have open; local ones as many as they like."""
     attempt_rate_limit_per_s: PositiveFloat = 100.0
     """The same for the driver of one attempt."""
     attempt_rate_limit_burst: int = Field(default=1000, ge=1)
     """The same, at once."""
+    max_open_requests: int = Field(default=100, ge=1)
+    """Requests, streams and sockets a principal may have open; local ones as many as they like."""
     driver_ca_file: AbsolutePath | None = None
     """CA certificates (PEM), on the cluster's hosts, by which drivers check ours."""
     storage_roots: Annotated[list[StorageRoot] | None, _Json] = None
@@ -263,11 +253,7 @@ class Settings(BaseSettings):
     `shardloom_hidden_jobs` counts the others."""
     webhook_allowed_networks: Annotated[list[IPvAnyNetwork], _Json] = []
     """Networks that webhooks may reach beside public ones, as in ["10.0.0.0/8"]."""
-    webhook_timeout_s: PositiveFloat = 10.0
-    """Longest that one try of a webhook takes, all in all."""
     webhook_poll_s: PositiveFloat = 1.0
     """Seconds between two polls for webhooks to send."""
-    webhook_keep_days: PositiveFloat = 14.0
-    """Days after which deliveries of webhooks are forgotten."""
     shutdown_timeout_s: int = Field(default=5, ge=1)
     """Longest wait for open requests at shutdown."""

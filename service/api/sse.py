@@ -47,6 +47,8 @@ _MAX_LINES = 500
 _MAX_OFFSETS = 64
 # Ray ends the workers of a driver that was killed some seconds after it.
 LATE_LINES_S = 10.0
+# The longest silence before a comment is sent.
+HEARTBEAT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ def stream(poll: Callable[[], StreamBatch], context: Context) -> StreamingRespon
 
 
 async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIterator[bytes]:
-    poll_s, heartbeat_s = context.settings.stream_poll_s, context.settings.stream_heartbeat_s
+    poll_s = context.settings.stream_poll_s
     # A first comment shows the client that it is connected before anything happens.
-    silent_s = heartbeat_s
+    silent_s = HEARTBEAT_S
     with context.telemetry.followers.track_inprogress():
         while not context.closing.is_set():
             try:
@@ -97,7 +99,7 @@ async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIte
             if batch.items:
                 silent_s = 0.0
                 continue
-            if silent_s >= heartbeat_s:
+            if silent_s >= HEARTBEAT_S:
                 yield KEEPALIVE_COMMENT
                 silent_s = 0.0
             await asyncio.sleep(poll_s)

@@ -23,6 +23,7 @@ from service.errors import IdentityProviderAway, NotSignedIn
 from service.settings import Settings
 
 RELOAD_PAUSE_S = 10.0
+_TTL_S = 3600.0
 _TIMEOUT_S = 5.0
 _WAIT_S = 1.0
 # Each holds a thread of the service, which requests with an API key need, too.
@@ -30,17 +31,15 @@ _MAX_WAITING = 8
 
 
 class ProviderKeys:
-    """The keys at `url`, kept for `ttl_s`; `clock` gives seconds. Safe in several threads."""
+    """The keys at `url`, kept for an hour; `clock` gives seconds. Safe in several threads."""
 
     def __init__(
         self,
         url: str,
-        ttl_s: float,
         transport: httpx.BaseTransport | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._url = url
-        self._ttl_s = ttl_s
         self._http = httpx.Client(transport=transport, timeout=_TIMEOUT_S)
         self._clock = clock
         self._fetching = threading.Lock()
@@ -51,7 +50,7 @@ class ProviderKeys:
 
     def current(self) -> KeySet:
         """The keys as far as they are known; raises `IdentityProviderAway` if none are."""
-        if abs(self._clock() - self._loaded_at) >= self._ttl_s:
+        if abs(self._clock() - self._loaded_at) >= _TTL_S:
             self._refresh(must_wait=not self._keys.keys)
         if not self._keys.keys:
             raise IdentityProviderAway(self._url, self._failure)
@@ -119,7 +118,7 @@ class TokenVerifier:
         self._claim = settings.oidc_roles_claim
         self._roles = {value: parse_roles(roles) for value, roles in settings.oidc_roles.items()}
         self._clock = clock
-        self._keys = ProviderKeys(url, settings.oidc_jwks_ttl_s, transport, clock)
+        self._keys = ProviderKeys(url, transport, clock)
 
     def principal_of(self, token: str) -> Principal:
         """The principal of a token; raises `NotSignedIn`, or `IdentityProviderAway`."""

@@ -23,6 +23,7 @@ _INTERVAL_S = 60.0
 # Files are looked at in all run folders.
 _FILES_INTERVAL_S = 3600.0
 _DAY_S = 86_400.0
+_DELIVERY_DAYS = 14.0
 # Those of a job are kept before it is.
 _ORPHAN_AGE_S = 3600.0
 
@@ -60,7 +61,7 @@ class Housekeeper:
                 orphans = partial(KeyStore(store.engine).forget_orphans, now - _ORPHAN_AGE_S)
                 self._remove("secrets of no job", orphans)
                 deliveries = partial(
-                    WebhookStore(store.engine).prune, now - settings.webhook_keep_days * _DAY_S
+                    WebhookStore(store.engine).prune, now - _DELIVERY_DAYS * _DAY_S
                 )
                 self._remove("deliveries of webhooks", deliveries)
                 old_code = partial(remove_old_code, settings, now, self._named_code)

@@ -121,6 +121,7 @@ _MAX_NEW_LEASES = 64
 # From so many attempts on the backend is asked for all at once: Ray's answer holds every job that
 # it ran, others' as well.
 _OBSERVE_ALL_FROM = 16
+NUM_THREADS = 8
 _NUM_URGENT_THREADS = 4
 _CLUSTERS = ("shared", "own")
 # A pass takes far less where the database and the cluster answer.
@@ -174,8 +175,7 @@ class Reconciler:
         self._closing = threading.Event()
         executor = partial(ThreadPoolExecutor, initializer=write_in_background)
         # By `resources.cluster`: where one kind does not answer the other is looked after.
-        num_threads = settings.reconcile_threads
-        self._pools = {each: executor(num_threads, f"reconcile-{each}") for each in _CLUSTERS}
+        self._pools = {each: executor(NUM_THREADS, f"reconcile-{each}") for each in _CLUSTERS}
         self._observers = {each: executor(1, f"observe-{each}") for each in _CLUSTERS}
         self._urgent = executor(_NUM_URGENT_THREADS, "reconcile-urgent")
         # Jobs that are in there already, which keep their turn.

@@ -24,7 +24,9 @@ from service.settings import Settings
 from service.webhooks.safe_http import post
 
 logger = logging.getLogger(__name__)
-# Beyond the longest that a try takes: a claim that runs out belongs to a sender that died.
+# The longest that one try takes, all in all.
+TIMEOUT_S = 10.0
+# Far beyond that: a claim that runs out belongs to a sender that died.
 _CLAIM_S = 120.0
 
 
@@ -70,9 +72,8 @@ class WebhookSender:
 
     async def poll(self) -> None:
         busy = [hook for hook, count in self._num_in_flight.items() if count >= MAX_CLAIMED_EACH]
-        claim_s = self.settings.webhook_timeout_s + _CLAIM_S
         for each in await asyncio.to_thread(
-            self.store.claim, self.clock(), claim_s=claim_s, skip=busy
+            self.store.claim, self.clock(), claim_s=_CLAIM_S, skip=busy
         ):
             self._num_in_flight[each.delivery.webhook_id] += 1
             task = asyncio.create_task(self._deliver(each))
@@ -105,5 +106,5 @@ class WebhookSender:
             claimed.delivery.body,
             headers,
             allowed=self.settings.webhook_allowed_networks,
-            timeout_s=self.settings.webhook_timeout_s,
+            timeout_s=TIMEOUT_S,
         )

@@ -21,6 +21,7 @@ from service.api.authentication import (
     credentials_of,
     plain,
 )
+from service.api.sse import HEARTBEAT_S
 from service.auth.authenticator import Credentials
 from service.auth.oidc import TokenVerifier
 from service.domain.auth import AuditFilter, AuditRecord, Role, key_id_of
@@ -68,7 +69,7 @@ def test_a_stream_ends_soon_after_its_key(house: Guarded) -> None:
     async def stream(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for piece in range(10):
-            clock.now += house.settings.stream_heartbeat_s
+            clock.now += HEARTBEAT_S
             if piece == 1:
                 house.security.keys.revoke_key(viewer, 0.0)
             await send({"type": "http.response.body", "body": b"x", "more_body": True})

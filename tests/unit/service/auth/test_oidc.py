@@ -208,7 +208,7 @@ def test_while_one_thread_fetches_no_other_does_and_old_keys_go_on(
         assert may_answer.wait(scaled(10))
         return issuer.answer(request)
 
-    keys = ProviderKeys(URL, 3600.0, httpx.MockTransport(answer), clock)
+    keys = ProviderKeys(URL, httpx.MockTransport(answer), clock)
     with ThreadPoolExecutor(5) as pool:
         first = pool.submit(keys.current)
         assert is_asked.wait(scaled(10))

@@ -21,7 +21,7 @@ from service.errors import JobUnreadable, StaleVersion, StoreUnavailable
 from service.jobs.actions import restart_job
 from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
-from service.reconciler import outbox
+from service.reconciler import loop, outbox
 from service.reconciler.loop import Reconciler
 from tests.harness.builders import attempt_ended, batch, checkpoint, metrics, workers_lost
 from tests.harness.service import House
@@ -92,7 +92,7 @@ def test_a_loop_that_ended_by_itself_has_died(house: House) -> None:
 def test_every_thread_has_a_connection_and_one_too_many_is_told(house: House) -> None:
     num_api_threads, num_dashboard_threads = 40, 32
     pool = house.store.engine.pool
-    num_users = num_api_threads + num_dashboard_threads + house.settings.reconcile_threads + 1
+    num_users = num_api_threads + num_dashboard_threads + loop.NUM_THREADS + 1
     assert pool.size() + pool._max_overflow >= num_users
     pool._timeout, pool._max_overflow = 0.01, 0
     held = [house.store.engine.connect() for _ in range(pool.size())]

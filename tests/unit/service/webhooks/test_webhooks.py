@@ -38,7 +38,7 @@ from service.domain.webhooks import (
 from service.errors import WebhookNotFound
 from service.observability.metrics import ServiceMetrics
 from service.settings import Settings
-from service.webhooks.sender import WebhookSender
+from service.webhooks.sender import TIMEOUT_S, WebhookSender
 from tests.harness.builders import NOW, batch, checkpoint, webhook, workers_started
 from tests.harness.clock import FakeClock
 from tests.harness.databases import store_attempt, store_job
@@ -245,7 +245,7 @@ def test_a_message_is_sent_again_with_the_same_id_until_it_is_taken(
     assert len({headers["webhook-id"] for headers, _ in receiver.messages}) == 1
 
 
-def test_a_message_that_is_being_sent_is_nobody_elses_however_long_that_may_take(
+def test_a_message_that_is_being_sent_is_nobody_elses_for_as_long_as_that_may_take(
     store: JobStore, outbox: WebhookStore, tmp_path: Path
 ) -> None:
     _webhook(outbox, secret=new_secret())
@@ -254,11 +254,11 @@ def test_a_message_that_is_being_sent_is_nobody_elses_however_long_that_may_take
 
     class _Slow(_Receiver):
         async def __call__(self, *args: Any, **kwargs: Any) -> Answer:
-            others.extend(outbox.claim(NOW + 599, claim_s=60.0))
+            others.extend(outbox.claim(NOW + TIMEOUT_S, claim_s=60.0))
             return await super().__call__(*args, **kwargs)
 
     receiver = _Slow(200)
-    _rounds(outbox, receiver, Settings(home=tmp_path, webhook_timeout_s=600), [NOW])
+    _rounds(outbox, receiver, Settings(home=tmp_path), [NOW])
     assert (len(receiver.messages), others) == (1, [])
 
 

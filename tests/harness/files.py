@@ -30,13 +30,20 @@ def records_in(attempt: AttemptDir, *kinds: type[EventModel]) -> list[Any]:
 
 
 def replace_values(path: Path, column: str, values: Mapping[int, Any]) -> None:
-    """Write a Parquet file again, in row groups as before, with `values` by row in a column."""
+    """Write a Parquet file again, in row groups as before, with `values` by row in a column.
+
+    The manifest of prepared data then has its new size.
+    """
     table, group_rows = pq.read_table(path), pq.read_metadata(path).row_group(0).num_rows
     held = enumerate(table[column].to_pylist())
     replaced = [values.get(row, value) for row, value in held]
     found = pa.array(replaced, table.schema.field(column).type)
     table = table.set_column(table.schema.get_field_index(column), column, found)
+    size_bytes, manifest = path.stat().st_size, path.parents[1] / "manifest.json"
     pq.write_table(table, path, row_group_size=group_rows)
+    if manifest.is_file():
+        size, new_size = (f'"size_bytes": {n}' for n in (size_bytes, path.stat().st_size))
+        manifest.write_text(manifest.read_text().replace(size, new_size))
 
 
 class Call:

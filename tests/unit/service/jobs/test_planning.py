@@ -321,11 +321,6 @@ def test_where_nothing_fits_the_answer_is_what_would(
     ("cluster", "words"),
     [
         ("8xB9000", "is no cluster"),
-        ("8xH100-80GB, inter_host_bytes_per_s=0", "must be a finite number above 0"),
-        ("8xH100-80GB, inter_host_bytes_per_s=nan", "must be a finite number above 0"),
-        ("99999xCPU-8GB x 2", "room"),
-        ("4xCPU-8GB, hbm_bytes_per_s=-1", "must be a finite number above 0"),
-        ("4xCPU-8GB x 0", "at least one host"),
         ("3xCPU-8GB", "do not fill hosts of 3"),
         ("1xCPU-8GB x 2", "room for 2"),
     ],
@@ -334,11 +329,7 @@ def test_clusters_that_cannot_be_are_refused(
     api: Api, planning: Callable[[str], Script], cluster: str, words: str
 ) -> None:
     planning(FIRST_RANK)
-    response = asked(api, cluster)
-    if cluster == "99999xCPU-8GB x 2":
-        assert response.status_code == 200, "one host is enough"
-        return
-    assert words in problem_in(response, 422, "no_plan")["detail"]
+    assert words in problem_in(asked(api, cluster), 422, "no_plan")["detail"]
 
 
 def test_specs_that_cannot_be_planned_are_refused(

@@ -166,11 +166,7 @@ def _isolated(projects: Manifest) -> Manifest:
         ({"service": {"settings": {"SHARDLOOM_TPYO": "1"}}}, "at '/service/settings'"),
         ({"ray": {"groups": [{"name": "head"}]}}, "head is the name of the head"),
         ({"ray": {"groups": [{"name": "g", "diskGiB": 40}]}}, "g has a diskGiB of 40"),
-        ({"networkPolicies": {"ports": {"redis": []}}}, "at '/networkPolicies/ports/redis': minI"),
         ({"networkPolicies": {"outside": [{"cidr": "999.1.1.1/99"}]}}, "/outside/0/cidr': '999"),
-        ({"networkPolicies": {"namespaces": {"kuberay": []}}}, "/kuberay': minItems"),
-        ({"images": {"service": {"tag": "a b"}}}, "at '/images/service/tag'"),
-        ({"ingress": {"enabled": True, "host": "not a host!"}}, "at '/ingress/host'"),
         (
             {
                 "ingress": {"enabled": True, "host": "a.b"},
@@ -180,7 +176,6 @@ def _isolated(projects: Manifest) -> Manifest:
         ),
         ({"ingress": {"enabled": True}}, "at '/ingress/host': minLength"),
         ({"gateway": {"enabled": True, "host": "a.b"}}, "at '/gateway/parentRefs': minItems"),
-        ({"service": {"settings": {"PORT": "1"}}}, "at '/service/settings'"),
         (_isolated({"ads": {"namespace": "a", "dataVolume": "d"}}), "ads has no runsVolume"),
         (_isolated({"ads": {"namespace": "a", "runsVolume": "r"}}), "ads has no dataVolume"),
         (_isolated({"ads": _ADS | {"namespace": "shardloom"}}), "shardloom, which is another's"),

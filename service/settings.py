@@ -211,8 +211,8 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Largest body of a request; of a JSON document it is 8 MiB at most."""
     code_retention_days: float = Field(default=30.0, ge=0)
-    """Age at which uploads of code are deleted that no living job names (jobs that have run have
-    copies); 0 keeps them."""
+    """Age at which uploads of code are deleted that no living job or sweep names (jobs that have
+    run have copies); 0 keeps them."""
     code_max_bytes: int = Field(default=10 * 2**30, ge=2**20)
     """Most bytes of uploaded code that are kept, of 9900 uploads at most."""
     export_retention_days: float = Field(default=0.0, ge=0)

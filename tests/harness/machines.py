@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -63,25 +62,16 @@ class Machine:
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not self.hosts.processes(self.index), f"{self.address} runs nothing")
 
-    def python(self, *arguments: str, **settings: str) -> None:
-        """Run Python with Ray's token to its end; fails where its exit code is not 0."""
+    def python(self, *arguments: str, **settings: str) -> str:
+        """Run Python with Ray's token, as `shardloom` does its commands."""
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_path)}
-        done = self._try([sys.executable, *arguments], token | settings)
-        assert done.returncode == 0, f"{' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return self._run(arguments, token | settings)
 
     def shardloom(self, *arguments: str, **settings: str) -> str:
         """Output of a command; fails with what it said where its exit code is not 0."""
-        done = self.try_shardloom(*arguments, **settings)
-        assert done.returncode == 0, f"{' '.join(arguments)}: {done.stdout}{done.stderr}"
-        return done.stdout
+        return self._run(("-m", "service.cli", *arguments), settings)
 
-    def try_shardloom(self, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, whatever that is, within two minutes."""
-        return self._try([sys.executable, "-m", "service.cli", *arguments], settings)
-
-    def _try(
-        self, command: Sequence[str], settings: Mapping[str, str]
-    ) -> subprocess.CompletedProcess[str]:
+    def _run(self, arguments: Sequence[str], settings: Mapping[str, str]) -> str:
         prefixes = ("SHARDLOOM_", "RAY_")
         kept = {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
         environment = kept | dict(self.settings) | dict(settings)
@@ -92,15 +82,16 @@ class Machine:
         with output.open("wb") as out, errors.open("wb") as err:
             child = self.hosts.start(
                 self.index,
-                command,
+                [sys.executable, *arguments],
                 REPOSITORY,
                 env=environment,
                 stdout=out,
                 stderr=err,
             )
             code = child.wait(timeout=scaled(COMMAND_TIMEOUT_S))
-        said, wrong = output.read_text(), errors.read_text()
-        return subprocess.CompletedProcess(command, code, said, wrong)
+        said = output.read_text()
+        assert code == 0, f"{' '.join(arguments)}: {said}{errors.read_text()}"
+        return said
 
     def cut(self) -> None:
         """Pull its cable: packets are lost, no connection ends by it."""

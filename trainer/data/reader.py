@@ -250,9 +250,9 @@ class RowReader:
             return
         pieces = (piece for span in spans for piece in self._order_of(epoch).pieces(range(*span)))
         places = list(dict.fromkeys((epoch, number) for number, _ in pieces))
-        is_open = places[:1] == [self._place]
-        self._expected.extend(places[is_open:])
-        if is_open:
+        last = self._expected[-1] if self._expected else self._place
+        self._expected.extend(places[places[:1] == [last] :])
+        if places[:1] == [self._place]:
             self._decode_ahead()
 
     def read(self, epoch: int, spans: Sequence[Span]) -> Rows:

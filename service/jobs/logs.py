@@ -508,6 +508,8 @@ def as_zip(
                 for chunk in content:
                     member.write(chunk)
                     yield sink.take()
+            # Unpacked they would be their owner's only.
+            archive.getinfo(name).external_attr = 0o644 << 16
     yield sink.take()
 
 

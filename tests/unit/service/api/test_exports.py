@@ -57,6 +57,7 @@ def test_a_finished_export_comes_as_a_zip_with_its_report(api: Api, job_id: str)
     with zipfile.ZipFile(io.BytesIO(response.content)) as packed:
         names = packed.namelist()
         assert packed.read("model.pt2") == b"\x01" * 70_000
+        assert {info.external_attr >> 16 for info in packed.infolist()} == {0o644}
     assert names[-1] == "EXPORT.json"
     assert set(names[:-1]) == {"model.pt2", "report.json", "vocabularies/user.parquet"}
 

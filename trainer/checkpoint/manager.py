@@ -120,9 +120,9 @@ class PendingSave:
 class SaveStanding:
     """How the saves of a run stand: one counts once its marker is on storage.
 
-    `saved_step` is the step of the newest that does, 0 for none. `has_failed` says that the newest
-    did not succeed, `is_blocked` that the next has to wait: for one that is under way, or for
-    storage to recover.
+    `saved_step` is the step of the newest that does, 0 where none was saved here. `has_failed` says
+    that the newest did not succeed, `is_blocked` that the next has to wait: for one that is under
+    way, or for storage to recover.
     """
 
     saved_step: int = 0
@@ -132,6 +132,11 @@ class SaveStanding:
     @property
     def is_due_again(self) -> bool:
         return self.has_failed and not self.is_blocked
+
+    @property
+    def is_too_early(self) -> bool:
+        """Whether saves have failed and storage is given time."""
+        return self.has_failed and self.is_blocked
 
 
 class CheckpointManager:
@@ -340,7 +345,7 @@ class CheckpointManager:
             for each in damaged:
                 self._set_aside(each.path)
         if found:
-            self.newest_commit, self._saved_step = found.commit.commit, found.commit.step
+            self.newest_commit = found.commit.commit
         return found
 
     def _check_shared(self, blind: Sequence[int]) -> None:

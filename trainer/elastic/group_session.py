@@ -179,7 +179,12 @@ class GroupSession(Session):
         else:
             self.restore()
             self.group_sync.renew()
-            self._adopt(self.state.ledger)
+            ledger = self.state.ledger
+            self._adopt(ledger)
+            # A checkpoint of another layout may count more steps, each of fewer rows.
+            step = min(ledger.led.step, self.state.step)
+            led = ledger.led.model_copy(update={"step": step, "saved_step": step})
+            self.ledger = ledger.model_copy(update={"led": led})
         self.client.join(self.standing, self.origin, self.ledger, self.group_sync.donor)
         self.speed.restart()
 
@@ -571,7 +576,7 @@ class GroupSession(Session):
 
         Collective over the group where it is asked to stop, as of the last report.
         """
-        if not self.is_asked_to_stop:
+        if not self.is_asked_to_stop or self.saves.is_too_early:
             return
         self.await_save()
         if self.checkpoints.newest_commit != self.state.commit:

@@ -86,8 +86,8 @@ def _take_steps(session: Session) -> None:
         )
         if is_save_due:
             session.land_report()  # which may say that a stop is wanted: one save is enough
-        is_too_early = session.saves.has_failed and session.saves.is_blocked
-        must_stop = session.is_asked_to_stop and session.may_save and not is_too_early
+        can_save = session.may_save and not session.saves.is_too_early
+        must_stop = session.is_asked_to_stop and can_save
         if is_save_due or must_stop:
             session.save_checkpoint(is_best)
         if must_stop:

@@ -239,9 +239,11 @@ def begun_group(config: WorkerConfig) -> Iterator[GroupSession]:
 
 
 def begin_group(config: WorkerConfig) -> dict[str, Any]:
-    """What a group begins with."""
+    """What a group begins with, and whether it will save at step 8 as the leader."""
     with begun_group(config) as session:
-        return snapshot(session)["dense"]
+        session.is_leader, session.saves = True, session.checkpoints.standing
+        saves = session._is_save_due(8 * session.shape.rows_per_step)
+        return {"dense": snapshot(session)["dense"], "saves": saves}
 
 
 def train_leases(config: WorkerConfig) -> list[bool]:
@@ -269,7 +271,7 @@ def test_a_group_whose_last_gradient_was_nan_does_not_count_in_the_mean(
     assert run_in_turn(1, (train_leases, config)) == [[[False, True]]]
 
 
-def test_a_group_that_begins_from_another_job_keeps_the_steps_of_adam(
+def test_a_group_that_begins_from_other_workers_keeps_the_steps_of_adam_and_saves_when_it_is_due(
     small_movielens: Path, tmp_path: Path
 ) -> None:
     def config(run: str, *changes: str) -> WorkerConfig:
@@ -280,6 +282,7 @@ def test_a_group_that_begins_from_another_job_keeps_the_steps_of_adam(
     warm = config("warm", f"checkpoint.warm_start={{path: {tmp_path / 'job'}}}")
     resumed = config("job")  # whose steps are of the rows of two workers
     ranks = run_in_turn(1, (train_session, alone), (begin_group, warm), (begin_group, resumed))
-    for dense in (ranks[0][0]["dense"], ranks[1][0], ranks[2][0]):
-        steps = {value.item() for name, value in dense.items() if name.endswith(".step")}
+    for (found,) in ranks:
+        steps = {each.item() for name, each in found["dense"].items() if name.endswith(".step")}
         assert steps == {8}
+    assert ranks[1][0]["saves"] and ranks[2][0]["saves"]

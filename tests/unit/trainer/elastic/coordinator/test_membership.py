@@ -1300,3 +1300,15 @@ def test_a_leader_saves_what_all_copies_hold_alike_and_asks_for_it_where_they_ma
     session.ledger = session.ledger.model_copy(update={"rows_trained": 46 * 8})
     assert not session._needs_exact(untrained)
     assert session._needs_exact(SimpleNamespace(num_rows=8))
+
+
+def test_a_leader_saves_for_a_pause_no_sooner_than_storage_may_have_recovered() -> None:
+    session: Any = leader(LeaderProgress(), 1)
+    session.is_asked_to_stop, session.await_save, session.save_checkpoint = True, Mock(), Mock()
+    session.checkpoints = SimpleNamespace(newest_commit=None)
+    num_saves = []
+    for is_blocked in (True, False):
+        session.saves = SaveStanding(has_failed=True, is_blocked=is_blocked)
+        session._save_for_a_pause()
+        num_saves.append(session.save_checkpoint.call_count)
+    assert num_saves == [0, 1]

@@ -226,7 +226,7 @@ def problem_in(response: Any, status: int, code: str) -> dict[str, Any]:
 
 def replace_attempt(store: JobStore, job_id: str, **fields: Any) -> None:
     """Lose the first attempt of a job and put a second one in its place, with these fields."""
-    lost = {"ended_at": NOW, "end_reason": EndReason.DRIVER_LOST}
+    lost = {"ended_at": time.time(), "end_reason": EndReason.DRIVER_LOST}
     first = replace(store.get_attempt(f"{job_id}-a0"), **lost)
     job = store.update_job(store.get_job(job_id), attempt=first)
     second = attempt_of(job, index=1, **{"submitted_at": NOW, **fields})

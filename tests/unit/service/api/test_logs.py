@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
     first = f"{job_id}-a0"
     api.log(first, "rank-0", "one\n")
     api.log(f"{job_id}-a1", "rank-0", "three\n")
-    clock, job = FakeClock(NOW + 1), api.store.get_job(job_id)
+    clock, job = FakeClock(time.time()), api.store.get_job(job_id)
     follower = LogFollower(api.store, api.settings, job, None, None, LogFilter(), clock)
     follower.start_at(LogPosition(first))
 

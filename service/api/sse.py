@@ -213,11 +213,12 @@ class LogFollower:
         self.has_more = any(piece.is_cut for piece in pieces)
         if pieces:
             self.position = pieces[-1].position
-        elif is_final and self.wanted is None and not self._may_write_on(attempt):
+        if is_final and self.wanted is None and not self._may_write_on(attempt):
             following = attempt.index + 1
             if following < self.store.get_job(self.job.id).num_attempts:
-                self.position = LogPosition(attempt_id(self.job.id, following))
                 self.has_more = True
+                if not pieces:
+                    self.position = LogPosition(attempt_id(self.job.id, following))
         return [piece for piece in pieces if self.log_filter.takes(piece.head, piece.text)]
 
     def sources(self) -> list[str]:

@@ -174,7 +174,7 @@ async def _keep_silent(settings: Settings) -> None:
     with bind("127.0.0.1", port) as listener:
         server = uvicorn.Server(server_config(answer, settings))
         serving = asyncio.create_task(server.serve([listener]))
-        slow = asyncio.create_task(end_of(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"))
+        slow = asyncio.create_task(end_of(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"G"))
         async with connect(f"ws://127.0.0.1:{port}") as socket:
             assert await end_of(b"") == b""
             assert await end_of(b"GET / HTTP/1.1\r\nHost: ") == b""

@@ -168,9 +168,12 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
     assert _poll() == ["one"]
     assert _poll() == []
     api.log(first, "rank-0", "two\n")
-    assert _poll() == ["two"]
+    assert (_poll(), follower.has_more) == (["two"], False)
+    api.log(first, "rank-0", "last\n")
     clock.now += LATE_LINES_S
-    assert [*_poll(), *_poll()] == ["three"]
+    assert (_poll(), follower.has_more) == (["last"], True)
+    assert (_poll(), follower.has_more) == ([], True)
+    assert (_poll(), follower.has_more) == (["three"], False)
 
 
 @pytest.mark.parametrize("is_one_wanted", [True, False])

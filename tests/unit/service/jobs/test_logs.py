@@ -197,6 +197,7 @@ def test_however_many_logs_there_are_little_is_read_of_their_tails_and_at_once(
     assert [first[-1].source, len(first)] == ["rank-14", 15_000]
     rest = list(read_new(files, first[-1].position, sources, is_final=False))
     assert (rest[0].source, len(rest)) == ("rank-15", 5_000)
+    assert [each[-1].is_cut for each in (first, rest)] == [True, False]
     long = [f"rank-{rank}" for rank in range(20, 30)]
     for name in long:
         files.log_path(name).write_text(("x" * 999 + "\n") * 100)

@@ -16,6 +16,8 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
+from trainer.protocol.versions import versions_here
+
 # In the environment of workers only: Ray's other processes must not import the engine.
 _MARK = "TRAINER_WORKER"
 WORKER_ENVIRONMENT = {"env_vars": {_MARK: "1"}}
@@ -35,6 +37,7 @@ def import_engine() -> None:
     These would take a third of the time here. Later a full one would look at a million objects
     for 0.3 s: each rank at another time, while the others wait for it.
     """
+    versions_here()  # of what is imported: files may be replaced before there is a job to check it
     gc.disable()
     for name in _ENGINE:
         importlib.import_module(name)

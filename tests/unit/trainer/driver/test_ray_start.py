@@ -11,6 +11,7 @@ import pytest
 
 from trainer.driver.preload import share_environment
 from trainer.driver.ray_start import patient
+from trainer.protocol.versions import versions_here
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -59,6 +60,16 @@ def test_processes_that_are_no_workers_preload_nothing() -> None:
     code = "import sys, trainer.driver.preload; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_code_that_is_replaced_after_workers_preloaded_is_not_their_version() -> None:
+    code = (
+        "from trainer.driver import preload; preload._ENGINE = (); preload.import_engine(); "
+        "from trainer.protocol import versions; versions._CODE /= 'driver'; "
+        "print(versions.versions_here())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(versions_here())
 
 
 def test_garbage_collections_leave_out_what_workers_preload() -> None:

@@ -157,11 +157,14 @@ class EndReason(StrEnum):
             "with --code."
         ),
     )
+    # Code that was upgraded under a driver is that of the next one, too.
     VERSION_MISMATCH = (
         "version_mismatch",
         EndRule(
             "Install the same versions on the service and on every host of the cluster.",
+            Budget.USER,
             is_suspicious=True,
+            avoids_host=True,
         ),
     )
     # Copies are equal again after a checkpoint is loaded, which only equal copies write.

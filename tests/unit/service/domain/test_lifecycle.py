@@ -61,6 +61,8 @@ def test_the_reason_of_an_end_decides_about_retry_and_budget() -> None:
         gave_up = replace(reported(attempt, reason, "rank 1"), num_worker_failures=2)
         again = decide(job, gave_up, FAILED, NOW).job
         assert (again.status, again.num_failures) == (JobStatus.QUEUED, 2), reason
+    again = decide(job, reported(attempt, EndReason.VERSION_MISMATCH, "rank 1"), FAILED, NOW).job
+    assert (again.status, again.num_failures) == (JobStatus.QUEUED, 1)
     for reason in map(EndReason, ("bad_spec", "data_error", "training_error", "non_finite")):
         # Faults of the user are never retried.
         ended = reported(attempt, reason, "what went wrong")

@@ -97,10 +97,11 @@ def _ended(job: Job, index: int, reason: EndReason) -> Attempt:
 
 def test_a_host_to_blame_is_avoided_for_a_while() -> None:
     job = queued_job()
-    hung = _ended(job, 0, EndReason.HANG)
     until = NOW + job.spec.recovery.exclude_host_s
-    assert next_attempt(job, [hung], {}, NOW + 1).avoided_hosts == (("10.0.0.7", until),)
-    assert next_attempt(job, [hung], {}, until).avoided_hosts == ()
+    for reason in (EndReason.HANG, EndReason.VERSION_MISMATCH):
+        ended = _ended(job, 0, reason)
+        assert next_attempt(job, [ended], {}, NOW + 1).avoided_hosts == (("10.0.0.7", until),)
+        assert next_attempt(job, [ended], {}, until).avoided_hosts == ()
     lost = _ended(job, 0, EndReason.WORKERS_LOST)
     assert next_attempt(job, [lost], {}, NOW + 1).avoided_hosts == ()
 

@@ -34,6 +34,7 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
 from trainer.protocol.versions import versions_here
 from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
+from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,10 @@ class DriverContext:
         return RunDir(self.run_dir).attempt(self.attempt_id)
 
     def read_spec(self) -> JobSpec:
-        """The spec as the service took it, maybe an earlier version; raises `SpecError`."""
+        """The spec as the service took it, maybe of an earlier version.
+
+        Raises `SpecError`, and `AttemptFailed` for fields of a newer version.
+        """
         return _stored_spec(self.files.spec_path)
 
     def read_resolved_spec(self) -> JobSpec:
@@ -195,7 +199,17 @@ class DriverContext:
 
 def _stored_spec(path: Path) -> JobSpec:
     # What newer versions refuse must not end a job, nor its length with every default in it.
-    return JobSpec.checked(json.loads(path.read_bytes()), {"stored": True})
+    try:
+        return JobSpec.checked(json.loads(path.read_bytes()), {"stored": True})
+    except SpecError as error:
+        if any(problem.code != "extra_forbidden" for problem in error.problems):
+            raise
+        unknown = ", ".join(problem.path for problem in error.problems)
+        message = (
+            f"the service wrote {unknown}, which the trainer here does not know: install the "
+            "service's version on all hosts"
+        )
+        raise AttemptFailed(Failure(EndReason.VERSION_MISMATCH, message)) from None
 
 
 def is_there(path: Path) -> bool:

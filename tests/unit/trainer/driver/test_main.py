@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -69,6 +70,16 @@ def test_a_bad_spec_ends_the_attempt_with_its_fields(
     ended = main.end_attempt(context, EventWriter(context.files.stream_path("driver")))
     assert ended.reason == EndReason.BAD_SPEC
     assert "embedding_tables" in ended.message
+
+
+def test_a_spec_of_a_newer_service_is_told_from_a_bad_one(context: DriverContext) -> None:
+    document = spec().model_dump(mode="json") | {"fashion": None}
+    context.files.spec_path.write_text(json.dumps(document))
+    with pytest.raises(
+        AttemptFailed, match=r"wrote fashion, which .* here does not know"
+    ) as raised:
+        context.read_spec()
+    assert raised.value.failure.reason == EndReason.VERSION_MISMATCH
 
 
 def test_what_an_earlier_version_took_and_what_is_long_with_its_defaults_is_run(

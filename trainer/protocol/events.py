@@ -70,7 +70,8 @@ def _well_named(values: dict[str, float]) -> dict[str, float]:
 
 # By name; a job may report anything, and loses what has no proper name.
 Values = Annotated[dict[str, float], AfterValidator(_well_named)]
-_LIMITS = ConfigDict(extra="forbid", frozen=True, str_max_length=_MAX_TEXT_CHARS)
+# What a newer trainer adds is left out: refused, it would hold up all records after it.
+_LIMITS = ConfigDict(extra="ignore", frozen=True, str_max_length=_MAX_TEXT_CHARS)
 
 
 class EventModel(BaseModel):
@@ -599,7 +600,7 @@ def damaged_record(now: float) -> Note:
 class EventBatch(BaseModel):
     """Consecutive records of one stream; `events[i]` has sequence number `first_seq + i`."""
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
 
     stream: Annotated[str, Field(pattern=STREAM_PATTERN)]
     first_seq: Count

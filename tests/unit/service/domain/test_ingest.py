@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,14 @@ from tests.harness.builders import (
     workers_lost,
     workers_started,
 )
-from trainer.protocol.events import MAX_RECORD_BYTES, Event, Metrics, damaged_record, read_record
+from trainer.protocol.events import (
+    MAX_RECORD_BYTES,
+    Event,
+    EventBatch,
+    Metrics,
+    damaged_record,
+    read_record,
+)
 
 
 def applied(*records: Event) -> IngestResult:
@@ -84,6 +92,16 @@ HOSTILE = [
 @pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_record_that_is_too_much_for_its_readers_counts_as_damaged(line: str) -> None:
     assert read_record(line.encode(), NOW) == damaged_record(NOW)
+
+
+def test_a_record_of_a_newer_trainer_is_taken_without_what_it_adds() -> None:
+    known = workers_started(tables=[row_wise_plan()])
+    document = known.model_dump(mode="json") | {"colour": None}
+    document["tables"][0] |= {"colour": ["red"] * 10}
+    assert read_record(json.dumps(document).encode(), NOW) == known
+    batch = {"stream": "driver", "first_seq": 0, "events": [document], "colour": "red"}
+    taken = EventBatch.model_validate_json(json.dumps(batch))
+    assert taken == EventBatch(stream="driver", first_seq=0, events=[known])
 
 
 def test_what_is_kept_of_a_job_at_every_pass_stays_small_whatever_it_tells() -> None:

@@ -120,23 +120,21 @@ class SweepStore(Transactions):
         query = select(sweep_trials).where(sweep_trials.c.sweep_id == sweep.id)
         found = [_trial_of(row) for row in self.rows(query.order_by(sweep_trials.c.number))]
         known = self._jobs([trial.job_id for trial in found if trial.job_id is not None])
-        return [
-            Observed(
-                trial,
-                None if trial.job_id is None else known.get(trial.job_id),
-                self._reached(sweep, trial),
-            )
-            for trial in found
-        ]
+        pairs = [(trial, known.get(trial.job_id or "")) for trial in found]
+        return [Observed(trial, job, self._reached(sweep, trial, job)) for trial, job in pairs]
 
     def _jobs(self, ids: Sequence[str]) -> dict[str, Job]:
         found = self.rows(select_jobs().where(jobs.c.id.in_(ids)))
         return {job.id: job for job in self.readable(found, job_of)}
 
-    def _reached(self, sweep: Sweep, trial: Trial) -> float | None:
+    def _reached(self, sweep: Sweep, trial: Trial, job: Job | None) -> float | None:
         """The first value of the metric at the next rung of a trial or later, if it is there."""
         stopping = sweep.early_stopping
         if stopping is None or trial.job_id is None or trial.stopped_at is not None:
+            return None
+        step = stopping.rung_step(len(trial.rungs))
+        # Each trial is looked at every 2 s: only one that is told to be there is asked for more.
+        if job is not None and job.progress.step < step:
             return None
         name = select(metric_names.c.id).where(
             metric_names.c.job_id == trial.job_id, metric_names.c.name == sweep.metric
@@ -145,7 +143,7 @@ class SweepStore(Transactions):
             select(metric_points.c.value)
             .where(
                 metric_points.c.name_id == name.scalar_subquery(),
-                metric_points.c.step >= stopping.rung_step(len(trial.rungs)),
+                metric_points.c.step >= step,
             )
             .order_by(metric_points.c.step)
             .limit(1)

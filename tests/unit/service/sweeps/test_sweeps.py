@@ -26,7 +26,14 @@ from service.jobs.run_storage import run_dir_of
 from service.sweeps import runner, search
 from service.sweeps.runner import SweepRunner
 from service.sweeps.search import spec_of_trial
-from tests.harness.builders import batch, metrics, queued_job, spec_document, workers_started
+from tests.harness.builders import (
+    batch,
+    metrics,
+    progress,
+    queued_job,
+    spec_document,
+    workers_started,
+)
 from tests.harness.clock import FakeClock
 from tests.harness.service import Api, end, problem_in, shardloom
 from trainer.layout.hosts import HostFacts
@@ -72,7 +79,8 @@ def train(api: Api, job_id: str, step: int, value: float) -> None:
         api.backend.play(job_id, Script(("running",)))
         api.poll()
     sent = api.post_events(
-        f"{job_id}-a0", batch(workers_started(), metrics(step, validation_rmse=value))
+        f"{job_id}-a0",
+        batch(workers_started(), metrics(step, validation_rmse=value), progress(step)),
     )
     assert sent.status_code == 200, sent.text
 
@@ -124,6 +132,19 @@ def test_a_sweep_of_an_earlier_version_may_name_steps_to_trace(api, create):
     runner_of(api).poll()
     (trial,) = trials_of(api, "sweep-earlier")
     assert api.store.get_job(trial["job_id"]).spec.training == validate_spec(sweep.spec).training
+
+
+def test_only_trials_that_came_to_a_rung_are_asked_for_their_metric(api, create):
+    stopping = {"min_steps": 10, "reduction_factor": 2}
+    sweep_id = create(num_trials=2, num_parallel=2, early_stopping=stopping)
+    runner_of(api).poll()
+    for trial, step in zip(trials_of(api, sweep_id), (9, 10), strict=True):
+        train(api, trial["job_id"], step, 0.9)
+    store = api.http.app.state.context.sweeps
+    with patch.object(store, "rows", wraps=store.rows) as read:
+        found = store.observe(store.get(sweep_id))
+    assert [each.reached for each in found] == [None, 0.9]
+    assert len([each for each in read.call_args_list if "metric_points" in str(each.args[0])]) == 1
 
 
 def play(api: Api, job_id: str, value: float) -> None:

@@ -176,11 +176,12 @@ class JobStore(Transactions):
     def claim_live_jobs(self, owner: str, *, lease_s: float, now: float, limit: int) -> list[str]:
         """Lease up to `limit` more live jobs for `lease_s` seconds; the ids of all that are held.
 
-        Leases are renewed once half of their time has passed. `now` is Unix seconds, by the
-        replica's own clock.
+        Leases are renewed once half of their time has passed. Jobs that this version cannot read
+        are left to others. `now` is Unix seconds, by the replica's own clock.
         """
         is_requested = jobs.c.cancel_requested | jobs.c.pause_requested
         is_active = text(LIVE) & (jobs.c.status.not_in(_AT_REST) | is_requested)
+        is_active &= jobs.c.id.not_in(list(self._unreadable))
         is_own, until = jobs.c.lease_owner == owner, now + lease_s
         is_old = is_own & (jobs.c.lease_until < now + lease_s / 2)
         is_free = jobs.c.lease_owner.is_(None) | ((jobs.c.lease_until <= now) & ~is_own)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sqlalchemy import event, func, insert, select
+from sqlalchemy import event, func, insert, select, update
 
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.metrics import prune
-from service.db.tables import job_secrets, metadata, metric_points
+from service.db.tables import job_secrets, jobs, metadata, metric_points
 from service.domain.auth import AuditFilter
 from service.domain.job_filter import JobFilter
 from service.domain.models import Attempt, Job, JobStatus, Progress
@@ -164,6 +164,15 @@ def test_a_job_that_rests_is_nobodys_until_something_is_asked_of_it(store: JobSt
     store.update_job(replace(queued, cancel_requested=True))
     store.update_job(replace(paused, pause_requested=True))
     assert _claim(store, "a", NOW) == [queued.id, paused.id]
+
+
+def test_a_job_that_one_replica_cannot_read_is_left_to_those_that_can(store: JobStore) -> None:
+    job, other = _busy(store), JobStore(store.engine)
+    with store.engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        connection.execute(update(jobs).values(spec="{}"))
+    assert store.list_live_jobs() == []
+    assert _claim(store, "a", NOW) == []
+    assert _claim(other, "b", NOW) == [job.id]
 
 
 # ---- deletion

@@ -25,7 +25,9 @@ class IdempotencyStore(Transactions):
         """Store that a request is carried out; returns the row of the earlier one with its key, if
         any: its `status` is None while it is still being carried out."""
         is_over = answers.c.created_at < now - KEPT_S
-        is_abandoned = answers.c.status.is_(None) & (answers.c.created_at < now - ABANDONED_S)
+        # Only of this key: all others without a response can wait for that.
+        is_unanswered = _is(principal, key) & answers.c.status.is_(None)
+        is_abandoned = is_unanswered & (answers.c.created_at < now - ABANDONED_S)
         row = (answers.c.principal, answers.c.key)
         # By itself, and without those that others delete: or two such requests wait for each other.
         old = select(*row).where(is_over | is_abandoned).with_for_update(skip_locked=True)

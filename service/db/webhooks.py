@@ -18,6 +18,7 @@ from sqlalchemy import (
     bindparam,
     delete,
     exists,
+    func,
     insert,
     or_,
     select,
@@ -37,6 +38,7 @@ from service.domain.webhooks import (
     body_of,
 )
 from service.errors import DeliveryNotFound, WebhookNotFound
+from trainer.spec.base import MAX_INTEGER
 
 # Deliveries of one webhook that are in flight at a time, so that a slow receiver delays no other.
 MAX_CLAIMED_EACH = 4
@@ -224,9 +226,14 @@ class WebhookStore(Transactions):
                 _note_end(connection, found, outcome)
 
     def prune(self, before: float) -> int:
-        """Forget what was created before `before` (Unix seconds); returns how many."""
-        old = webhook_deliveries.c.created_at < before
-        return self.execute(delete(webhook_deliveries).where(old))
+        """Forget what was created before `before` (Unix seconds); returns how many.
+
+        All before the first that is younger, so that no others are looked at.
+        """
+        own = webhook_deliveries.c
+        younger = select(own.id).where(own.created_at >= before).order_by(own.id).limit(1)
+        is_old = own.id < func.coalesce(younger.scalar_subquery(), MAX_INTEGER)
+        return self.execute(delete(webhook_deliveries).where(is_old))
 
 
 def _note_end(connection: Connection, webhook_id: str, outcome: Outcome) -> None:

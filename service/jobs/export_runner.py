@@ -22,7 +22,7 @@ from service.db.jobs import JobStore
 from service.errors import ServiceError
 from service.jobs.exports import may_be_made, may_run_code, remove_all_deleted, unfinished
 from service.settings import Settings
-from trainer.export.requests import ExportFolder, remove_deleted
+from trainer.export.requests import ExportFolder, places_digest, remove_deleted
 from trainer.protocol.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -145,10 +145,12 @@ class ExportRunner:
         if not may_be_made(self._store, self._settings, folder):
             logger.warning("%s was not asked for here, or may not run here", folder.root)
             return
-        command = [self._settings.trainer_python, "-m", "trainer.export"]
+        # The process reads the spec from run storage, where it may be another one.
+        spec = self._store.get_job(folder.run_dir.name).spec
+        options = ["--places", places_digest(spec)]
         if not may_run_code(self._settings):
-            # The process reads the spec from run storage, where it may be another one.
-            command.append("--no-user-code")
+            options.append("--no-user-code")
+        command = [self._settings.trainer_python, "-m", "trainer.export"]
         variables = with_keys_of_job(
             environment(os.environ),
             self._secrets_of(folder.run_dir.name),
@@ -157,7 +159,7 @@ class ExportRunner:
         with folder.open_log() as log:
             try:
                 process = self._start_process(
-                    [*command, "--request", str(folder.root)],
+                    [*command, "--request", str(folder.root), *options],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

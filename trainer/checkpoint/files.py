@@ -38,6 +38,7 @@ from trainer.protocol.run_dir import (
     fsync_folder,
     write_whole,
 )
+from trainer.protocol.untrusted import read_untrusted
 from trainer.spec.training import CheckpointSpec
 from trainer.storage import Location
 
@@ -49,6 +50,7 @@ FAULTS = (OSError, DataError)
 DAMAGED_PREFIX = "damaged-"
 _DAMAGED_MARKER = "COMMIT.damaged.json"
 _CHECKSUM = "sha256"
+_MAX_BYTES = 2**26  # of a marker, which names every file
 
 
 class CheckpointGone(StorageError):
@@ -96,6 +98,8 @@ def find_folders(checkpoints_dir: Folder) -> list[Folder]:
 def read_file(folder: Folder, name: str) -> bytes | None:
     """A small file; None where there is none. Raises `StorageError` where storage is away."""
     try:
+        if isinstance(folder, Path):
+            return read_untrusted(folder / name, folder, _MAX_BYTES)
         return (folder / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError, SourceMissingError):
         return None
@@ -374,7 +378,8 @@ def matches(folder: Folder, name: str, record: FileRecord) -> bool:
     file = folder / name
     try:
         if isinstance(file, Path):
-            return file_record(file) == record
+            is_other = file.exists() and not file.is_file()  # a pipe, of which nothing may come
+            return not is_other and file_record(file) == record
         return FileRecord(*file.size_and_sha256()) == record
     except (FileNotFoundError, SourceMissingError):
         if read_file(folder, COMMIT_MARKER) is not None:

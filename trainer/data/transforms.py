@@ -5,7 +5,7 @@ Pure functions of Arrow arrays, without torch. Id 0 is a missing (null) or unkno
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -162,14 +162,8 @@ def load_vocabulary(path: Location | Path, min_count: int = 1) -> VocabularyEnco
 @cache
 def _load(text: str, version: tuple[int, int] | None, min_count: int) -> VocabularyEncoder:
     path = Location.parse(text)
-    table = path.parse_with(pq.read_table)
-    wanted = ["value", "index", *(["count"] if min_count > 1 else [])]
-    for name in wanted:
-        if name not in table.column_names:
-            raise ColumnError(f"{path}: no column '{name}'; a vocabulary has {', '.join(wanted)}")
+    table = read_vocabulary(path, ["value", "index", *(["count"] if min_count > 1 else [])])
     kind = table.schema.field("value").type
-    if not is_text(kind) and not pa.types.is_integer(kind):
-        raise ColumnError(f"{path}: column 'value' is {kind}, neither a string nor an integer")
     if min_count > 1:
         table = table.filter(pc.greater_equal(table["count"], min_count))
     # Hashes of 64 bits need all of an uint64.
@@ -193,6 +187,23 @@ def _load(text: str, version: tuple[int, int] | None, min_count: int) -> Vocabul
     if len(ids) and ids.min() < 1:
         raise ColumnError(f"{path}: column 'index' holds {ids.min()}; ids of values begin with 1")
     return VocabularyEncoder(frame["value"], ids, int(ids.max(initial=0)) + 1)
+
+
+def read_vocabulary(path: Location, wanted: Sequence[str] = ("value", "index")) -> pa.Table:
+    """The columns of a vocabulary's file, and nothing else of it.
+
+    Raises `ColumnError` where one that is `wanted` is missing or is none of a vocabulary, what
+    `Location.parse_with` does, and pyarrow's errors.
+    """
+    table = path.parse_with(pq.read_table)
+    for name in wanted:
+        if name not in table.column_names:
+            raise ColumnError(f"{path}: no column '{name}'; a vocabulary has {', '.join(wanted)}")
+    kind = table.schema.field("value").type
+    if not is_text(kind) and not pa.types.is_integer(kind):
+        raise ColumnError(f"{path}: column 'value' is {kind}, neither a string nor an integer")
+    named = [name for name in ("value", "index", "count") if name in table.column_names]
+    return table.select(named).replace_schema_metadata()
 
 
 def dense_values(

@@ -1,7 +1,7 @@
 """Exports a checkpoint as files that serve without Shardloom.
 
 python -m trainer.export --run-dir DIR --to DIR [--checkpoint newest|best|STEP] [--quantize ...]
-python -m trainer.export --request RUN_DIR/exports/x-ID [--no-user-code]
+python -m trainer.export --request RUN_DIR/exports/x-ID [--no-user-code] [--places SHA256]
 
 Exits with 0 when the export is there, 1 when it was refused (the reason is the last line).
 """
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--no-user-code", action="store_true", help="refuse a model that is a module of the user"
     )
+    parser.add_argument(
+        "--places", metavar="SHA256", help="refuse a spec that names other paths (places_digest)"
+    )
     options = parser.parse_args(arguments)
     # The tracer's warnings are about its own work.
     warnings.simplefilter("ignore")
@@ -60,7 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("torch.fx", "torch.export", "torch._export", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if options.request:
-        return _run_requested(ExportFolder(options.request), not options.no_user_code)
+        return _run_requested(
+            ExportFolder(options.request),
+            may_run_code=not options.no_user_code,
+            places=options.places,
+        )
     if not (options.run_dir and options.to):
         parser.error("give --run-dir and --to, or --request")
     failure = _attempt(
@@ -71,13 +78,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.quantize,
         max_report_rows=options.report_rows,
         may_run_code=not options.no_user_code,
+        places=options.places,
     )
     if failure is not None:
         _print(f"export failed: {failure}")
     return 0 if failure is None else 1
 
 
-def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
+def _run_requested(folder: ExportFolder, **options: Any) -> int:
     """Run the export of a request folder, unless it is done or deleted."""
     if folder.is_deleted:
         return 1
@@ -90,7 +98,7 @@ def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
                 folder.artifact,
                 wanted.checkpoint,
                 wanted.quantize,
-                may_run_code=may_run_code,
+                **options,
             )
             if failure is not None:
                 folder.fail(failure)

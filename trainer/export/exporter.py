@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from torch import nn
 
 from trainer.checkpoint.files import CommittedCheckpoint
@@ -24,7 +25,7 @@ from trainer.data.decode import FLOAT32, InputColumn, RowLayout, raw_kind
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import is_data_file, read_schema
 from trainer.data.reader import encodings_digest
-from trainer.data.transforms import vocabulary_path
+from trainer.data.transforms import read_vocabulary, vocabulary_path
 from trainer.errors import DataError, StorageError
 from trainer.export import artifact
 from trainer.export.artifact import ArtifactError, ExportError, write_manifest
@@ -164,18 +165,19 @@ def export(
     *,
     max_report_rows: int = DEFAULT_ROWS,
     may_run_code: bool = True,
+    places: str | None = None,
     tell: Tell = logger.info,
 ) -> Report:
     """Export a checkpoint of the job in `run_dir` into the new folder `to`.
 
     `checkpoint` is `newest`, `best`, a step, or the path of a checkpoint's folder. Without
-    `may_run_code` a model that is a module of the user's own is refused. Lines of progress go to
-    `tell`. Raises `ExportError`.
+    `may_run_code` a model that is a module of the user's own is refused, and with `places` (of
+    `places_digest`) a spec that names others. Lines of progress go to `tell`. Raises `ExportError`.
     """
     if to.exists():
         raise ArtifactError(f"{to} exists already; name a folder that does not")
-    found = find_checkpoint(run_dir, checkpoint)
-    written = with_table_sizes(read_run_spec(run_dir), stored_weights(found.path))
+    found = find_checkpoint(run_dir, checkpoint, places)
+    written = with_table_sizes(read_run_spec(run_dir, places), stored_weights(found.path))
     if written.dynamic_tables:
         raise ExportError(
             f"embedding_tables '{next(iter(written.dynamic_tables))}' is dynamic: which id has "
@@ -306,18 +308,26 @@ def _check_encodings(spec: JobSpec, found: CommittedCheckpoint) -> None:
 def copy_vocabularies(spec: JobSpec, folder: Path) -> None:
     """Copy the vocabularies that map raw values to ids, with their paths below `data.path`.
 
-    Those of the prepared data are copied even where the spec uses none, as far as they can be had:
-    they made the ids. Raises OSError, or `DataError` where one that is used is missing.
+    Those of the prepared data are copied even where the spec uses none, as far as they can be read:
+    they made the ids. Raises OSError, or `DataError` where one that is used cannot be read.
     """
     source = Location.parse(spec.data.path)
-    files = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]
+    used = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]
+    files = list(used)
     with contextlib.suppress(StorageError):  # data that is away is told of in the report
         files += [file for file in (source / "vocab").list() if is_data_file(file.name)]
     folder.mkdir()
     for path in sorted({file.relative_to(source) for file in files}):
+        # Not its bytes: a link may lead to any file of this host.
+        try:
+            table = read_vocabulary(source / path)
+        except (DataError, pa.ArrowException, OSError):
+            if source / path in used:
+                raise
+            continue
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        (source / path).download(target)
+        pq.write_table(table, target)
 
 
 def _write_json(path: Path, document: object) -> None:

@@ -6,11 +6,11 @@ process without a process group; sizes are in bytes. Raises `ExportError`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
+from pydantic_core import from_json
 from torch import nn
 
 from trainer.checkpoint.files import (
@@ -28,8 +28,10 @@ from trainer.checkpoint.save_load import load
 from trainer.checkpoint.state_dict import name_in_table_place, stored_sizes, table_of
 from trainer.export.artifact import ExportError
 from trainer.export.program import TABLE_FORMS
+from trainer.export.requests import places_digest
 from trainer.models.networks import build_model
 from trainer.protocol.run_dir import RunDir
+from trainer.protocol.untrusted import read_untrusted
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
@@ -37,8 +39,12 @@ _WEIGHTS = "model."
 _CPU = torch.device("cpu")
 
 
-def read_run_spec(run_dir: RunDir) -> JobSpec:
-    """The spec of the newest attempt in a run folder; raises `ExportError` where there is none."""
+def read_run_spec(run_dir: RunDir, places: str | None = None) -> JobSpec:
+    """The spec of the newest attempt in a run folder.
+
+    Raises `ExportError` where there is none, and for one that names other `places` than these (of
+    `places_digest`).
+    """
     # As the driver resolved it, rather than as it was submitted.
     paths = list(run_dir.root.glob("attempts/*/resolved-spec.json"))
     paths = paths or list(run_dir.root.glob("attempts/*/spec.json"))
@@ -47,24 +53,36 @@ def read_run_spec(run_dir: RunDir) -> JobSpec:
             f"{run_dir.root} is no folder of a job: there is no attempts/*/spec.json in it; name "
             "the folder that holds the job's 'checkpoints' and 'attempts'"
         )
-    newest = max(paths, key=lambda path: path.stat().st_mtime)
-    document = json.loads(newest.read_text(encoding="utf-8"))
-    return JobSpec.model_validate(document, context={"stored": True})
+    newest = max(paths, key=lambda path: path.lstat().st_mtime)
+    try:
+        spec = JobSpec.checked(from_json(read_untrusted(newest, run_dir.root)), {"stored": True})
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"{newest} cannot be read: {error}; another version, or the job's own code, wrote it: "
+            "remove it, and the spec of the attempt before counts"
+        ) from None
+    if places is not None and places_digest(spec) != places:
+        raise ExportError(
+            f"{newest} names another data.path or checkpoint.path than the job was submitted with; "
+            "the job's own code wrote it: remove it, or submit a new job"
+        )
+    return spec
 
 
-def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
+def find_checkpoint(run_dir: RunDir, wanted: str, places: str | None = None) -> CommittedCheckpoint:
     """The checkpoint `wanted`: `newest`, `best`, a step, or name or path of one; whole or refused.
 
     `newest` is the newest whole one, and `best` the newest where none was ever best, both without
     those that a rewind has left behind. One that is removed while it is checked does not count.
+    `places` are those of `read_run_spec`.
     Raises `ExportError`, and `StorageError` where remote storage is away.
     """
     while True:
         with suppress(CheckpointGone):  # so that it is not found again
-            return _find_checkpoint(run_dir, wanted)
+            return _find_checkpoint(run_dir, wanted, places)
 
 
-def _find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
+def _find_checkpoint(run_dir: RunDir, wanted: str, places: str | None) -> CommittedCheckpoint:
     if "/" in wanted:
         path = folder_at(wanted)
         if (commit := read_commit(path)) is None:
@@ -72,7 +90,7 @@ def _find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
         return _whole(CommittedCheckpoint(path, commit))
     folder: Folder = run_dir.checkpoints_dir
     if not run_dir.checkpoints_dir.is_dir() and (run_dir.root / "attempts").is_dir():
-        folder = checkpoints_of(run_dir.root, read_run_spec(run_dir).checkpoint.path)
+        folder = checkpoints_of(run_dir.root, read_run_spec(run_dir, places).checkpoint.path)
     committed = list_committed(folder)
     if not committed:
         raise ExportError(f"{folder} holds no checkpoint yet; let the job save")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -63,6 +64,8 @@ _ID = re.compile(r"x-[0-9a-f]{8}")
 # Of a document; there may be thousands.
 _MAX_BYTES = 2**16
 _LINE_BYTES = 2**12
+# Characters; a document holds them however they are escaped.
+_MAX_MESSAGE = 5000
 _DELETING = "deleting"
 
 
@@ -162,7 +165,7 @@ class ExportFolder:
 
     def fail(self, message: str) -> None:
         """Record why there is no export; nothing runs it again."""
-        self._write("failure.json", {"message": message})
+        self._write("failure.json", {"message": message[:_MAX_MESSAGE]})
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[bool]:
@@ -241,6 +244,12 @@ def ask_for(
         wanted = wanted.model_copy(update={"seal": seal(wanted.text_of(folder))})
     folder._write("request.json", wanted.model_dump())
     return folder
+
+
+def places_digest(spec: JobSpec) -> str:
+    """SHA-256 of the paths that an export reads beside the run folder; URLs may hold a password."""
+    places = json.dumps([spec.data.path, spec.checkpoint.path])
+    return hashlib.sha256(places.encode()).hexdigest()
 
 
 def list_exports(run_dir: RunDir) -> list[ExportFolder]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_serializer
 
 from trainer.protocol.run_dir import AttemptDir, write_whole
+from trainer.protocol.untrusted import read_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Rewind(BaseModel):
 def read_rewind(path: Path) -> Rewind | None:
     """The choice in a file; None where nobody made one. One that cannot be read is none."""
     try:
-        return Rewind.model_validate_json(path.read_bytes())
+        return Rewind.model_validate_json(read_untrusted(path, path.parent))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

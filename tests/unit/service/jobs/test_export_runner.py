@@ -27,7 +27,7 @@ from service.reconciler.housekeeping import Housekeeper
 from service.settings import Settings
 from tests.harness.service import Api, with_checkpoint, write_export
 from tests.harness.wait import wait_for
-from trainer.export.requests import ExportFolder, ask_for, list_exports
+from trainer.export.requests import ExportFolder, ask_for, list_exports, places_digest
 
 
 def wanted(api: Api, job_id: str) -> ExportFolder:
@@ -157,15 +157,17 @@ def test_a_buried_job_is_not_exported(api: Api, job_id: str, running: Start) -> 
     assert unfinished(api.settings) == []
 
 
-def test_the_process_refuses_user_code_where_many_submit(
+def test_the_process_refuses_other_paths_than_the_jobs_and_user_code_where_many_submit(
     api: Api, job_id: str, running: Start
 ) -> None:
+    places = places_digest(api.store.get_job(job_id).spec)
     for auth, is_refused in (("local", False), ("required", True)):
         folder = wanted(api, job_id)
-        script = Script("import sys; print('--no-user-code' in sys.argv)")
+        script = Script("import sys; print(sys.argv[5:])")
         runner = running(script, api.settings.model_copy(update={"auth": auth}))
         wait_until_failed(folder)
-        assert f"code 0: {is_refused}" in folder.message
+        options = ["--places", places, *["--no-user-code"] * is_refused]
+        assert f"code 0: {options}" in folder.message
         runner.close()
 
 

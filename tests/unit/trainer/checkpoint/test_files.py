@@ -82,7 +82,7 @@ def test_a_file_that_a_network_disk_does_not_give_is_neither_damaged_nor_missing
     def away(path: Path, *_args: object) -> bytes:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", away)
+    monkeypatch.setattr("trainer.checkpoint.files.read_untrusted", away)
     with pytest.raises(StorageError, match=r"step-00000007 cannot be read .*Stale file handle"):
         list_committed(tmp_path)
     with pytest.raises(StorageError):

@@ -51,6 +51,8 @@ def test_an_export_is_queued_then_done_or_failed(tmp_path: Path) -> None:
     assert first.message == "loading"
     second.fail("too large")
     assert (second.status, second.message) == ("failed", "too large")
+    second.fail("\U0001f525" * 2**16)
+    assert second.message.startswith("\U0001f525")
     assert first.read_report() is None
     finish(first)
     assert first.status == "succeeded"

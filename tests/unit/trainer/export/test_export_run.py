@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -35,7 +36,7 @@ from trainer.checkpoint.files import RowOrder, matches, remove_folder, write_mar
 from trainer.checkpoint.save_load import CheckpointMismatch, CheckpointRefused
 from trainer.data.decode import decode, layout_of
 from trainer.data.manifest import Manifest
-from trainer.errors import ColumnError
+from trainer.errors import ColumnError, StorageError
 from trainer.export import load
 from trainer.export.artifact import (
     PROGRAM,
@@ -45,7 +46,7 @@ from trainer.export.artifact import (
     read_manifest,
     write_manifest,
 )
-from trainer.export.exporter import export, with_data
+from trainer.export.exporter import copy_vocabularies, export, with_data
 from trainer.export.load import (
     check_memory,
     find_checkpoint,
@@ -54,9 +55,11 @@ from trainer.export.load import (
 )
 from trainer.export.predict import Predictor, in_own_unit
 from trainer.export.report import Report, measure, outputs_of
+from trainer.export.requests import places_digest
 from trainer.protocol.requests import Rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
+from trainer.spec.data import VocabularySpec
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
@@ -271,6 +274,61 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(data: Path, tmp_path
     write_marker(found.path, replace(found.commit, row_order=RowOrder(90, "", "other ids")))
     with pytest.raises(ExportError, match="was prepared anew, with other vocabularies"):
         export(run_dir, tmp_path / "out")
+
+
+def test_a_vocabulary_is_copied_as_what_it_says_and_no_other_file_of_the_host_is(
+    data: Path, tmp_path: Path
+) -> None:
+    spec = make_spec(data)
+    vocab = tmp_path / "data" / "vocab"
+    vocab.mkdir(parents=True)
+    values = {"value": ["ann"], "index": [1], "secret": ["s"]}
+    pq.write_table(pa.table(values), vocab / "user.parquet")
+    (tmp_path / "environ").write_text("KEY=secret")
+    (vocab / "text.parquet").symlink_to(tmp_path / "environ")
+    (vocab / "rows.parquet").symlink_to(data / "train" / "part-0.parquet")
+    linked = spec.model_copy(update={"data": make_spec(vocab.parent).data})
+    copy_vocabularies(linked, tmp_path / "copied")
+    (copied,) = (tmp_path / "copied").rglob("*.parquet")
+    assert pq.read_table(copied).to_pydict() == {"value": ["ann"], "index": [1]}
+    (used,) = [each for each in spec.features if each.name == "user"]
+    used = used.model_copy(update={"vocabulary": VocabularySpec(column="rows")})
+    with pytest.raises(ColumnError, match="no column 'value'"):
+        copy_vocabularies(linked.model_copy(update={"features": (used,)}), tmp_path / "none")
+
+
+def test_a_spec_that_a_job_put_in_place_of_the_drivers_is_not_followed(
+    data: Path, tmp_path: Path
+) -> None:
+    spec = make_spec(data)
+    run_dir = write_run(tmp_path / "run", spec, 3)
+    places = places_digest(spec)
+    assert read_run_spec(run_dir, places) == spec
+    resolved = run_dir.attempt("job-x-a0").resolved_spec_path
+    resolved.write_text(make_spec(tmp_path).model_dump_json())
+    with pytest.raises(ExportError, match="names another data"):
+        export(run_dir, tmp_path / "out", places=places)
+    resolved.unlink()
+    (tmp_path / "key.json").write_text('{"name": "secret"}')
+    resolved.symlink_to(tmp_path / "key.json")
+    with pytest.raises(ExportError, match="is a link") as refused:
+        read_run_spec(run_dir)
+    assert "secret" not in str(refused.value)
+    resolved.unlink()
+    for path in (resolved, run_dir.rewind_path):
+        os.mkfifo(path)
+    with pytest.raises(ExportError, match="no regular file"):
+        read_run_spec(run_dir)
+    (checkpoint,) = run_dir.checkpoints_dir.iterdir()
+    file = next(checkpoint.glob("*.distcp"))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ExportError, match="are damaged"):
+        find_checkpoint(run_dir, "newest")
+    (checkpoint / "COMMIT.json").unlink()
+    os.mkfifo(checkpoint / "COMMIT.json")
+    with pytest.raises(StorageError, match="no regular file"):
+        find_checkpoint(run_dir, "newest")
 
 
 def test_an_export_replaces_nothing_and_says_what_changed_since(

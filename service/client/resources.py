@@ -134,7 +134,10 @@ class ExportCalls(Connection):
                 archive.extractall(staging)  # whose files lie below it, however they are named
             check_files(staging, read_manifest(staging))
             return staging.rename(to)
-        except (zipfile.BadZipFile, ArtifactError) as error:
+        except zipfile.BadZipFile as error:
+            cause = f"{error}, or the service is of another version: use its CLI"
+            raise ExportFailed(export_id, f"the download is not whole: {cause}") from error
+        except ArtifactError as error:
             raise ExportFailed(export_id, f"the download is not whole: {error}") from error
         finally:
             packed.unlink(missing_ok=True)

@@ -158,7 +158,7 @@ def _service() -> list[AnyPanel]:
         ),
         graph(
             "Cluster does not answer",
-            Query("rate(shardloom_backend_unreachable_total[5m])", "{{instance}}"),
+            Query("rate(shardloom_backend_unreachable_total[5m])", "{{instance}} {{cluster}}"),
             unit="reqps",
         ),
         graph(

@@ -10,8 +10,10 @@ replica: jobs with workers before those without, then older before younger ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -30,6 +32,8 @@ from service.domain.models import Job, JobStatus, Membership
 # Jobs not polled for so long may have ended since, as seen by another replica.
 STALE_AFTER_S = 60.0
 _LABELS = ("job_id", "project")
+# Of lost time: a job reports what it likes, and each one is a series.
+_MAX_CAUSES = 20
 Sample = tuple[tuple[str, ...], float]
 Read = Callable[[Job], Iterator[Sample]]
 
@@ -66,8 +70,9 @@ def _checkpoint_at(job: Job) -> float | None:
 
 
 def _lost(job: Job) -> Iterator[Sample]:
-    for name, lost_s in job.latest_metrics.items():
-        if name.startswith(LOST_PREFIX):
+    causes = (name for name in job.latest_metrics if name.startswith(LOST_PREFIX))
+    for name in islice(causes, _MAX_CAUSES):
+        if math.isfinite(lost_s := job.latest_metrics[name]):
             yield (name.removeprefix(LOST_PREFIX),), lost_s
 
 

@@ -22,6 +22,8 @@ from service.domain.webhooks import DeliveryState
 from service.observability.job_metrics import JobCollector
 from trainer.protocol.events import Event, Metrics
 
+CLUSTERS = ("shared", "own")
+"""Kinds of clusters, as `resources.cluster` names them."""
 _WAIT_BUCKETS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 4 * 3600, 24 * 3600)
 _REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
@@ -78,16 +80,23 @@ class ServiceMetrics:
             "shardloom_reconcile_seconds", "Time of one look at one job, backend included."
         )
         self._unreachable = counter(
-            "shardloom_backend_unreachable", "Requests that the backend did not answer."
+            "shardloom_backend_unreachable",
+            "Requests that the backend did not answer, by kind of cluster.",
+            ["cluster"],
         )
         self._answered_at = gauge(
             "shardloom_backend_answered_timestamp_seconds",
             "When the backend last answered this replica; 0 before it was asked.",
+            ["cluster"],
         )
         self._unanswered_at = gauge(
             "shardloom_backend_unanswered_timestamp_seconds",
             "When the backend last left a request of this replica unanswered; 0 if it never did.",
+            ["cluster"],
         )
+        for cluster in CLUSTERS:
+            for each in (self._unreachable, self._answered_at, self._unanswered_at):
+                each.labels(cluster)
         self._events = counter("shardloom_events_received", "Records received from drivers.")
         self._batches = counter(
             "shardloom_batches_received", "Batches of records received from drivers."
@@ -157,13 +166,13 @@ class ServiceMetrics:
         if unstarted_s is not None:
             self._submit_to_running_s.observe(unstarted_s)
 
-    def backend_asked(self, has_answered: bool) -> None:
-        """Note whether the backend answered a request, and count it if not."""
+    def backend_asked(self, cluster: str, has_answered: bool) -> None:
+        """Note whether a kind of cluster answered a request, and count it if not."""
         if has_answered:
-            self._answered_at.set(self._clock())
+            self._answered_at.labels(cluster).set(self._clock())
         else:
-            self._unreachable.inc()
-            self._unanswered_at.set(self._clock())
+            self._unreachable.labels(cluster).inc()
+            self._unanswered_at.labels(cluster).set(self._clock())
 
     def received_events(self, events: Iterable[Event]) -> None:
         events = list(events)

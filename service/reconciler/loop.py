@@ -63,7 +63,7 @@ from service.jobs.run_storage import (
     write_job,
 )
 from service.observability.logging_setup import about
-from service.observability.metrics import ServiceMetrics
+from service.observability.metrics import CLUSTERS, ServiceMetrics
 from service.observability.tracing import Tracing
 from service.reconciler.housekeeping import Housekeeper
 from service.reconciler.outbox import OutboxCollector
@@ -123,7 +123,6 @@ _MAX_NEW_LEASES = 64
 _OBSERVE_ALL_FROM = 16
 NUM_THREADS = 8
 _NUM_URGENT_THREADS = 4
-_CLUSTERS = ("shared", "own")
 # A pass takes far less where the database and the cluster answer.
 _SCHEDULING_S = 0.2
 # What is cut off is found again.
@@ -158,10 +157,10 @@ class Reconciler:
             backend,
             settings,
             clock,
-            note_answer=telemetry.backend_asked,
+            note_answer=partial(telemetry.backend_asked, "shared"),
         )
         # By `resources.cluster`.
-        self._is_reachable = dict.fromkeys(_CLUSTERS, True)
+        self._is_reachable = dict.fromkeys(CLUSTERS, True)
         self._slot = _ComputeSlot()
         # What is being done or waits for a thread; None while the backend is asked of a job. The
         # lock is for whoever begins a job of which it is asked: a user's request does not wait.
@@ -175,8 +174,8 @@ class Reconciler:
         self._closing = threading.Event()
         executor = partial(ThreadPoolExecutor, initializer=write_in_background)
         # By `resources.cluster`: where one kind does not answer the other is looked after.
-        self._pools = {each: executor(NUM_THREADS, f"reconcile-{each}") for each in _CLUSTERS}
-        self._observers = {each: executor(1, f"observe-{each}") for each in _CLUSTERS}
+        self._pools = {each: executor(NUM_THREADS, f"reconcile-{each}") for each in CLUSTERS}
+        self._observers = {each: executor(1, f"observe-{each}") for each in CLUSTERS}
         self._urgent = executor(_NUM_URGENT_THREADS, "reconcile-urgent")
         # Jobs that are in there already, which keep their turn.
         self._hurried: set[str] = set()
@@ -312,7 +311,7 @@ class Reconciler:
 
     def _begin(self, due: Sequence[Job]) -> None:
         """Let jobs be reconciled that are not already; those with a request of a user first."""
-        observed: dict[str, list[Job]] = {each: [] for each in _CLUSTERS}
+        observed: dict[str, list[Job]] = {each: [] for each in CLUSTERS}
         for job in due:
             is_requested = job.cancel_requested or job.pause_requested
             waiting = self._busy.get(job.id)
@@ -434,7 +433,7 @@ class Reconciler:
     def _note_reachability(self, cluster: str, observation: Observation) -> None:
         """Log when a kind of cluster becomes unreachable and when it is back, not in between."""
         is_reachable = observation.state is not ObservedState.UNREACHABLE
-        self._telemetry.backend_asked(is_reachable)
+        self._telemetry.backend_asked(cluster, is_reachable)
         if is_reachable != self._is_reachable[cluster]:
             self._is_reachable[cluster] = is_reachable
             change = "answers again" if is_reachable else observation.message
@@ -474,7 +473,7 @@ class Reconciler:
                 with self._slot.aside():
                     self._backend.stop(attempt.id)
             except BackendUnreachable as error:
-                self._log_unanswered(action, attempt, error)
+                self._log_unanswered(action, job, attempt, error)
 
     def _submit(self, job: Job, attempt: Attempt) -> Decision:
         try:
@@ -484,7 +483,7 @@ class Reconciler:
             with self._tracing.submitting(job, attempt), self._slot.aside():
                 self._backend.submit(submission)
         except BackendUnreachable as error:
-            self._log_unanswered(Action.SUBMIT, attempt, error)
+            self._log_unanswered(Action.SUBMIT, job, attempt, error)
             # It did not say whether it took the attempt: the submission is repeated.
             return Decision(replace(job, message=str(error)), attempt)
         except TimeoutError as error:
@@ -515,8 +514,10 @@ class Reconciler:
         with self._slot.aside():
             in_time(self._settings.runs_dir, call)
 
-    def _log_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
-        self._telemetry.backend_asked(False)
+    def _log_unanswered(
+        self, action: Action, job: Job, attempt: Attempt, error: BackendUnreachable
+    ) -> None:
+        self._telemetry.backend_asked(job.spec.resources.cluster, False)
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
 
 

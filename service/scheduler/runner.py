@@ -46,7 +46,7 @@ _CAPACITY_AGE_S = 3.0
 class SchedulerRunner:
     """Schedules the queued jobs of `store` on `backend`; `clock` gives Unix seconds.
 
-    `note_answer` is called with whether the backend answered.
+    `note_answer` is called with whether the shared cluster answered.
     """
 
     store: JobStore

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -86,11 +88,15 @@ def test_a_running_job_tells_how_far_it_is_and_when_it_last_got_further() -> Non
 def test_goodput_and_lost_time_are_told_and_nothing_is_late_at_rest() -> None:
     latest = {"goodput/share": 0.8, "goodput/lost_s/recovery": 12.0, "risk/steps_undurable": 30.0}
     progress = Progress(step=40, rows_per_s=7.5, advanced_at=NOW - 5)
-    job = _running(latest_metrics=latest, progress=progress)
+    made_up = {f"goodput/lost_s/{cause}": math.inf if cause == 3 else 1.0 for cause in range(99)}
+    job = _running(latest_metrics=latest | made_up, progress=progress)
     resting = replace(job, id="job-at-rest", status=JobStatus.PAUSED)
     telemetry = _telemetry(job, resting)
     assert _read(telemetry, job, "goodput_ratio") == 0.8
     assert _read(telemetry, job, "lost_seconds", cause="recovery") == 12
+    assert _read(telemetry, job, "lost_seconds", cause="3") is None
+    lines = f'shardloom_job_lost_seconds{{cause="[^"]*",job_id="{job.id}"'
+    assert len(re.findall(lines, telemetry.render().decode())) == 19
     assert _read(telemetry, job, "undurable_steps") == 30
     for name in ("advanced_timestamp_seconds", "checkpoint_timestamp_seconds", "goodput_ratio"):
         assert _read(telemetry, resting, name) is None, name
@@ -223,15 +229,16 @@ def test_the_loop_tells_attempts_and_whether_the_backend_answers(house: House) -
     job = house.submit("running", "failed", max_failures=0)
     run_once(reconciler)
     assert _count(telemetry, "submitted_attempts") == 1
-    answered_at, unanswered_at = (
-        telemetry.registry.get_sample_value(f"shardloom_backend_{name}_timestamp_seconds")
-        for name in ("answered", "unanswered")
-    )
-    assert answered_at and not unanswered_at
+
+    def told_at(name: str, cluster: str) -> float | None:
+        name = f"shardloom_backend_{name}_timestamp_seconds"
+        return telemetry.registry.get_sample_value(name, {"cluster": cluster})
+
+    assert told_at("answered", "shared") and told_at("unanswered", "shared") == 0
     house.backend.set_down(True)
     run_once(reconciler)
-    name = "shardloom_backend_unanswered_timestamp_seconds"
-    assert telemetry.registry.get_sample_value(name)
+    assert told_at("unanswered", "shared")
+    assert told_at("answered", "own") == told_at("unanswered", "own") == 0
     house.backend.set_down(False)
     for _ in range(10):
         house.now += 30

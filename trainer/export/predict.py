@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -59,6 +59,7 @@ _LABEL = InputColumn("label", "__label__")
 _REQUEST = "request"
 _VOCABULARY_FOLDER = "vocab"
 _MAX_ROWS_AT_ONCE = 8192
+_MAX_PADDED_IDS = 2**18
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:
@@ -154,21 +155,19 @@ def _array(rows: Sequence[Mapping[str, Any]], column: InputColumn, kind: str | N
     for each in types:
         if (array := _converted(values, each)) is not None:
             return array
-    index = _first_misfit(values, types)
+    index = _first_misfit(
+        len(values), lambda num: any(_converted(values[:num], t) is not None for t in types)
+    )
     problem = f"{values[index]!r} is not {wanted_kind(column, kind)}"
     raise BadRow(index, column.name, problem)
 
 
-def _first_misfit(values: list[Any], types: list[pa.DataType]) -> int:
+def _first_misfit(num_values: int, fits: Callable[[int], bool]) -> int:
     """Index of the first value that is not like those before it, or fits nowhere.
 
-    No longer prefix of the values fits where one does not.
+    `fits` says so of the first N values. No longer prefix of them fits where one does not.
     """
-
-    def fits(num_values: int) -> bool:
-        return any(_converted(values[:num_values], each) is not None for each in types)
-
-    return bisect.bisect_left(range(1, len(values)), True, key=lambda num: not fits(num))
+    return bisect.bisect_left(range(1, num_values), True, key=lambda num: not fits(num))
 
 
 def _converted(values: list[Any], kind: pa.DataType) -> pa.Array | None:
@@ -285,16 +284,30 @@ def _encode(rows: Sequence[dict[str, Any]], column: str, encoder: VocabularyEnco
     places = [place for place, row in enumerate(rows) if row.get(column) is not None]
     cells = [rows[place][column] for place in places]
     lists = [cell if isinstance(cell, list) else [cell] for cell in cells]
-    try:
-        values = array_of([item for items in lists for item in items])
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        raise BadRow(0, column, f"has values of several kinds, not {encoder.wanted}") from None
-    if not (pa.types.is_null(values.type) or encoder.accepts(values.type)):
-        raise BadRow(0, column, f"has {values.type} values, not {encoder.wanted} as its vocabulary")
+    values = _raw_values(lists, encoder)
+    if values is None:
+        index = _first_misfit(len(lists), lambda num: _raw_values(lists[:num], encoder) is not None)
+        problem = f"{cells[index]!r} is not {encoder.wanted}, as its vocabulary has them"
+        raise BadRow(places[index], column, problem)
     ids = iter(encoder.encode(values).tolist())
     for place, cell, items in zip(places, cells, lists, strict=True):
         taken = [next(ids) for _ in items]
         rows[place][column] = taken if isinstance(cell, list) else taken[0]
+
+
+def _raw_values(lists: list[list[Any]], encoder: VocabularyEncoder) -> pa.Array | None:
+    """All values of the lists; None where they are of several kinds, or not the vocabulary's."""
+    try:
+        values = array_of([item for items in lists for item in items])
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return None
+    return values if pa.types.is_null(values.type) or encoder.accepts(values.type) else None
+
+
+def rows_at_once(spec: JobSpec) -> int:
+    """How many rows a model takes at a time: its sequences are padded to their longest."""
+    row_ids = sum(each.length_limit for each in spec.sequence_features)
+    return max(1, min(_MAX_ROWS_AT_ONCE, _MAX_PADDED_IDS // max(1, row_ids)))
 
 
 class Predictor:
@@ -348,9 +361,9 @@ class Predictor:
 
     def score(self, rows: Rows) -> Predictions:
         """The same of decoded rows."""
+        size = rows_at_once(self.spec)
         pieces = [
-            rows.slice(start, min(start + _MAX_ROWS_AT_ONCE, len(rows)))
-            for start in range(0, len(rows), _MAX_ROWS_AT_ONCE)
+            rows.slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)
         ]
         outputs = [self._outputs(piece) for piece in pieces]
         shape = (0, len(self.spec.model.tasks))

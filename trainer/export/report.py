@@ -25,7 +25,7 @@ from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.rows import Rows
 from trainer.errors import CorruptFileError, DataError, SourceMissingError
 from trainer.export.artifact import ExportError
-from trainer.export.predict import Predictor, in_own_unit
+from trainer.export.predict import Predictor, in_own_unit, rows_at_once
 from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec
 from trainer.spec.training import Quantization
@@ -141,6 +141,7 @@ def measure(
 def _pieces(spec: JobSpec, folder: Location, max_rows: int) -> Iterator[tuple[pa.Table, Rows]]:
     """The first `max_rows` rows, raw and decoded, without those that training leaves out."""
     layout, num_left = layout_of(spec), max_rows
+    num_rows = min(_BATCH_ROWS, rows_at_once(spec))
     is_lenient = spec.data.on_bad_rows == "quarantine"
     source = ParquetSource(folder, [column.name for column in layout.columns])
     for number in range(len(source.group_rows)):
@@ -150,8 +151,8 @@ def _pieces(spec: JobSpec, folder: Location, max_rows: int) -> Iterator[tuple[pa
             if not is_lenient:
                 raise
             continue
-        for start in range(0, len(group), _BATCH_ROWS):
-            table = group.slice(start, _BATCH_ROWS)
+        for start in range(0, len(group), num_rows):
+            table = group.slice(start, num_rows)
             if is_lenient:
                 marks = FaultMarks(
                     np.arange(len(table)),

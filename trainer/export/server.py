@@ -20,6 +20,7 @@ import gc
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -46,10 +47,14 @@ from trainer.export.artifact import BadRow, ExportError
 from trainer.export.predict import Predictor
 from trainer.spec.base import FieldProblem
 
+logger = logging.getLogger(__name__)
 MAX_ROWS = 4096
 MAX_BODY_BYTES = 16 * 2**20
 PROBLEM_TYPE = "application/problem+json"
 DEFAULT_PORT = 8800
+# Requests scored at a time, each of which takes memory; others wait.
+_MAX_AT_ONCE = 4
+_SHUTDOWN_S = 10
 
 
 class PredictRequest(BaseModel, extra="forbid"):
@@ -104,7 +109,7 @@ class ScorerMetrics:
             registry=self.registry,
             buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
         )
-        labels = ["job", "checkpoint", "quantize"]
+        labels = ["model", "checkpoint", "quantize"]
         info = Gauge("scorer_model", "The export that is served", labels, registry=self.registry)
         info.labels(served.job, served.checkpoint, served.quantize).set(served.step)
 
@@ -128,6 +133,7 @@ def create_scorer(folder: Path) -> FastAPI:
 
 def _add_routes(app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics) -> None:
     example = {"rows": [predictor.features["example"]]}
+    slots = threading.BoundedSemaphore(_MAX_AT_ONCE)
     body = Body(openapi_examples={"a row": {"summary": "One row", "value": example}})
     answers: dict[int | str, dict[str, Any]] = {
         code: {"model": Problem, "content": {PROBLEM_TYPE: {}}} for code in (413, 422)
@@ -136,7 +142,8 @@ def _add_routes(app: FastAPI, predictor: Predictor, served: Served, metrics: Sco
     # Not async: scoring takes the CPU, and would hold up every other request.
     @app.post("/v1/predict", summary="Score rows", responses=answers)
     def predict(request: PredictRequest = body) -> PredictAnswer:
-        found = predictor.predict(request.rows, request.raw)
+        with slots:
+            found = predictor.predict(request.rows, request.raw)
         for task, values in found.items():
             if not (is_finite := np.isfinite(values)).all():  # which JSON could not say
                 row = int(is_finite.argmin())
@@ -176,7 +183,12 @@ def _add_measuring(app: FastAPI, metrics: ScorerMetrics) -> None:
             detail = f"the body has {length} bytes, {MAX_BODY_BYTES} are allowed; send fewer rows"
             response = _refuse(413, "body_too_large", detail)
         else:
-            response = await call_next(request)
+            try:
+                response = await call_next(request)
+            except Exception:
+                logger.exception("the rows of a request could not be scored")
+                detail = "the rows could not be scored; the scorer's log says why"
+                response = _refuse(500, "internal_error", detail)
         metrics.requests.labels(str(response.status_code)).inc()
         metrics.seconds.observe(time.perf_counter() - started)
         return response
@@ -210,7 +222,13 @@ def _path_of(location: tuple[int | str, ...]) -> str:
     return "".join(parts).removeprefix(".") or "body"
 
 
-_TITLES = {404: "Not found", 405: "Method not allowed", 411: "Length required", 413: "Too large"}
+_TITLES = {
+    404: "Not found",
+    405: "Method not allowed",
+    411: "Length required",
+    413: "Too large",
+    500: "Scoring failed",
+}
 
 
 def _refuse(
@@ -239,7 +257,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"cannot serve: {error}", file=sys.stderr, flush=True)
         return 1
     gc.freeze()  # or full collections, of all that torch imports, would hold requests up
-    uvicorn.run(app, host=options.host, port=options.port, log_level="info")
+    uvicorn.run(
+        app,
+        host=options.host,
+        port=options.port,
+        log_level="info",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
     return 0
 
 

@@ -21,7 +21,13 @@ from torchrec import (
 from tests.unit.trainer.export.export_case import NUM_IDS, make_spec
 from trainer.data.batches import Batch
 from trainer.export.artifact import BadRow
-from trainer.export.predict import PAD_ROWS, program_arrays, rows_of_table, scoring_layout
+from trainer.export.predict import (
+    PAD_ROWS,
+    program_arrays,
+    rows_at_once,
+    rows_of_table,
+    scoring_layout,
+)
 from trainer.export.predict import table_of_dicts as table_of
 from trainer.export.program import quantized, write_program
 
@@ -78,6 +84,14 @@ def test_the_first_value_that_does_not_fit_is_named(values: list[Any]) -> None:
     with pytest.raises(BadRow) as caught:
         table_of(rows, LAYOUT)
     assert (caught.value.row, caught.value.column) == (fits.index(False), "seen")
+
+
+def test_fewer_rows_are_scored_at_once_where_their_sequences_are_long() -> None:
+    (seen,) = SPEC.sequence_features
+    for max_length, num_rows in ((3, 8192), (1000, 262), (10_000, 26)):
+        longer = seen.model_copy(update={"max_length": max_length})
+        features = tuple(longer if each is seen else each for each in SPEC.features)
+        assert rows_at_once(SPEC.model_copy(update={"features": features})) == num_rows
 
 
 def tables() -> torch.nn.ModuleDict:

@@ -54,22 +54,29 @@ def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(
 
 
 @pytest.mark.parametrize(
-    ("row", "raw", "message"),
+    ("row", "raw", "path", "message"),
     [
-        ({"user": "ann"}, {"user": "movie"}, "there are: user"),
-        ({"user": 3}, {"user": "user"}, "not a string"),
-        ({"seen": ["ann", 3]}, {"seen": "user"}, "several kinds"),
-        ({"user": "ann"}, {"user": "../../user"}, "no vocabulary"),
-        ({"user": 3}, {"usr": "user"}, "is no input of ids; those are user, tags, seen"),
-        ({"colour": "red"}, {"colour": "user"}, "is no input of ids"),
+        ({"user": "ann"}, {"user": "movie"}, "rows[0].user", "there are: user"),
+        ({"user": 3}, {"user": "user"}, "rows[1].user", "3 is not a string"),
+        ({"seen": ["ann", 3]}, {"seen": "user"}, "rows[1].seen", "['ann', 3] is not a string"),
+        ({"user": "ann"}, {"user": "../../user"}, "rows[0].user", "no vocabulary"),
+        (
+            {"user": 3},
+            {"usr": "user"},
+            "rows[0].usr",
+            "no input of ids; those are user, tags, seen",
+        ),
+        ({"colour": "red"}, {"colour": "user"}, "rows[0].colour", "is no input of ids"),
     ],
 )
 def test_raw_values_that_no_vocabulary_fits_are_refused(
-    http: TestClient, row: dict[str, Any], raw: dict[str, str], message: str
+    http: TestClient, row: dict[str, Any], raw: dict[str, str], path: str, message: str
 ) -> None:
-    response = http.post("/v1/predict", json={"rows": [GOOD | row], "raw": raw})
+    rows = [GOOD | dict.fromkeys(row), GOOD | row]
+    response = http.post("/v1/predict", json={"rows": rows, "raw": raw})
     (fault,) = problem_in(response, 422, "bad_row")["fields"]
     assert message in fault["message"]
+    assert fault["path"] == path
 
 
 def test_a_row_that_cannot_be_scored_is_named(http: TestClient) -> None:
@@ -124,6 +131,15 @@ def test_health_and_metrics(http: TestClient) -> None:
 def _sample(http: TestClient, name: str) -> float:
     lines = http.get("/metrics").text.splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+
+
+def test_what_scoring_raises_is_a_problem_and_is_counted(
+    http: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Predictor, "_outputs", lambda *_: 1 / 0)
+    problem = problem_in(http.post("/v1/predict", json={"rows": [GOOD]}), 500, "internal_error")
+    assert problem["detail"] == "the rows could not be scored; the scorer's log says why"
+    assert _sample(http, 'scorer_requests_total{status="500"}') == 1
 
 
 def test_the_example_in_the_openapi_document_can_be_scored(http: TestClient) -> None:

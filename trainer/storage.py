@@ -285,6 +285,8 @@ class Location:
         """Open for random reading; remote reads are retried when a connection breaks."""
         if self.is_local:
             with self.errors_as("read"):
+                if self.local_path.is_fifo():
+                    raise OSError("it is a pipe, to which nobody may ever write; put a file there")
                 return self.fs.open_input_file(self.path)
         return pa.PythonFile(_RemoteInput(self), mode="r")
 

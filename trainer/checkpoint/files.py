@@ -378,8 +378,7 @@ def matches(folder: Folder, name: str, record: FileRecord) -> bool:
     file = folder / name
     try:
         if isinstance(file, Path):
-            is_other = file.exists() and not file.is_file()  # a pipe, of which nothing may come
-            return not is_other and file_record(file) == record
+            return file_record(file) == record
         return FileRecord(*file.size_and_sha256()) == record
     except (FileNotFoundError, SourceMissingError):
         if read_file(folder, COMMIT_MARKER) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from pydantic_core import from_json
@@ -123,7 +124,12 @@ def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
 
 
 def _damaged_file(found: CommittedCheckpoint) -> str | None:
-    """Name of a file that is missing, or has another size or checksum than was recorded."""
+    """Name of a file that is missing, has another size or checksum than was recorded, or has no
+    end."""
+    if isinstance(found.path, Path):
+        for path in found.path.glob("*"):
+            if path.is_fifo() or path.is_char_device():
+                return path.name
     files = found.commit.files.items()
     return next((name for name, record in files if not matches(found.path, name, record)), None)
 

@@ -62,6 +62,7 @@ from trainer.spec import validate_spec
 from trainer.spec.data import VocabularySpec
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
+from trainer.storage import Location
 
 MODEL = "archive/models/model.json"
 CONSTANTS = "archive/data/constants/model_constants_config.json"
@@ -325,6 +326,8 @@ def test_a_spec_that_a_job_put_in_place_of_the_drivers_is_not_followed(
     os.mkfifo(file)
     with pytest.raises(ExportError, match="are damaged"):
         find_checkpoint(run_dir, "newest")
+    with pytest.raises(StorageError, match="it is a pipe"):
+        Location.parse(file).read_bytes()
     (checkpoint / "COMMIT.json").unlink()
     os.mkfifo(checkpoint / "COMMIT.json")
     with pytest.raises(StorageError, match="no regular file"):

@@ -131,7 +131,6 @@ class Transactions:
         for row in found:
             try:
                 readable.append(parse(row))
-                self._unreadable.discard(row["id"])
             except ServiceError as error:
                 if row["id"] not in self._unreadable:
                     logger.error("%s", error)

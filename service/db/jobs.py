@@ -78,6 +78,9 @@ _AT_REST = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 class JobStore(Transactions):
     """Durable jobs in a SQL database: SQLite in WAL mode, or PostgreSQL."""
 
+    # Ids of live jobs that this version cannot read, at the last look.
+    _unread_live: Collection[str] = frozenset()
+
     @classmethod
     def open(cls, database_url: str) -> JobStore:
         """Open the database and migrate it to the newest version."""
@@ -166,7 +169,10 @@ class JobStore(Transactions):
 
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first."""
-        return self.readable(self.rows(queries.LIVE_JOBS), rows.job_of)
+        found = self.rows(queries.LIVE_JOBS)
+        read = self.readable(found, rows.job_of)
+        self._unread_live = {row["id"] for row in found} - {job.id for job in read}
+        return read
 
     def has_queued_jobs(self) -> bool:
         query = select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
@@ -176,12 +182,12 @@ class JobStore(Transactions):
     def claim_live_jobs(self, owner: str, *, lease_s: float, now: float, limit: int) -> list[str]:
         """Lease up to `limit` more live jobs for `lease_s` seconds; the ids of all that are held.
 
-        Leases are renewed once half of their time has passed. Jobs that this version cannot read
-        are left to others. `now` is Unix seconds, by the replica's own clock.
+        Leases are renewed once half of their time has passed. Jobs that `list_live_jobs` could not
+        read are left to others. `now` is Unix seconds, by the replica's own clock.
         """
         is_requested = jobs.c.cancel_requested | jobs.c.pause_requested
         is_active = text(LIVE) & (jobs.c.status.not_in(_AT_REST) | is_requested)
-        is_active &= jobs.c.id.not_in(list(self._unreadable))
+        is_active &= jobs.c.id.not_in(self._unread_live)
         is_own, until = jobs.c.lease_owner == owner, now + lease_s
         is_old = is_own & (jobs.c.lease_until < now + lease_s / 2)
         is_free = jobs.c.lease_owner.is_(None) | ((jobs.c.lease_until <= now) & ~is_own)

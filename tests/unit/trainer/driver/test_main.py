@@ -74,6 +74,7 @@ def test_a_bad_spec_ends_the_attempt_with_its_fields(
 
 def test_a_spec_of_a_newer_service_is_told_from_a_bad_one(context: DriverContext) -> None:
     document = spec().model_dump(mode="json") | {"fashion": None}
+    document["training"]["dense_precision"] = "fp4"
     context.files.spec_path.write_text(json.dumps(document))
     with pytest.raises(AttemptFailed, match="wrote fashion") as raised:
         context.read_spec()

@@ -202,13 +202,13 @@ def _stored_spec(path: Path) -> JobSpec:
     try:
         return JobSpec.checked(json.loads(path.read_bytes()), {"stored": True})
     except SpecError as error:
-        # The service knows all that it wrote, so whatever else is wrong here is of its version, too.
+        # The service knows all that it wrote: what else is wrong here is of its version, too.
         unknown = [each.path for each in error.problems if each.code == "extra_forbidden"]
         if not unknown:
             raise
         message = (
-            f"the service wrote {', '.join(unknown)}, which the trainer here does not know: install "
-            "the service's version on all hosts"
+            f"the service wrote {', '.join(unknown)}, which the trainer here does not know: "
+            "install the service's version on all hosts"
         )
         raise AttemptFailed(Failure(EndReason.VERSION_MISMATCH, message)) from None
 

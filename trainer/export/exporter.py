@@ -49,6 +49,7 @@ from trainer.export.report import DEFAULT_ROWS, Report, measure
 from trainer.layout.hosts import host_memory_bytes
 from trainer.protocol.code_archive import CodeError, unpack
 from trainer.protocol.run_dir import RunDir
+from trainer.protocol.untrusted import open_folder
 from trainer.protocol.versions import installed_versions
 from trainer.spec.job import JobSpec
 from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
@@ -171,8 +172,9 @@ def export(
     """Export a checkpoint of the job in `run_dir` into the new folder `to`.
 
     `checkpoint` is `newest`, `best`, a step, or the path of a checkpoint's folder. Without
-    `may_run_code` a model that is a module of the user's own is refused, and with `places` (of
-    `places_digest`) a spec that names others. Lines of progress go to `tell`. Raises `ExportError`.
+    `may_run_code` a model that is a module of the user's own is refused. With `places` (of
+    `places_digest`) a spec that names others is, and job code may write in `to` at the same time.
+    Lines of progress go to `tell`. Raises `ExportError`.
     """
     if to.exists():
         raise ArtifactError(f"{to} exists already; name a folder that does not")
@@ -196,10 +198,15 @@ def export(
         tell(f"loading checkpoint {found.path.name}")
         trained = load_model(spec, found.path)
         staging = to.with_name(f".{to.name}.partial")
+        within = to.parent if places is None else run_dir.runs_dir
         shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
         try:
-            report = _write(quantize, max_report_rows, spec, found, trained, notes, staging, tell)
+            with open_folder(staging, within, make=True) as opened:
+                # Not by its path, in which job code may put a link.
+                folder = staging if places is None else Path(f"/proc/self/fd/{opened}")
+                report = _write(
+                    quantize, max_report_rows, spec, found, trained, notes, folder, tell
+                )
             staging.rename(to)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -248,19 +255,19 @@ def _write(
     traced = quantized(trained, quantize)
     tell("tracing the model with torch.export")
     write_program(traced, spec, folder / artifact.PROGRAM)
-    _write_json(folder / artifact.SPEC, spec.model_dump(mode="json"))
+    _write_new(folder / artifact.SPEC, json.dumps(spec.model_dump(mode="json"), indent=1))
     copy_vocabularies(spec, folder / artifact.VOCABULARIES)
     layout = scoring_layout(spec, folder / artifact.VOCABULARIES)
     features = features_document(spec, layout, _kinds(spec))
-    _write_json(folder / artifact.FEATURES, features)
+    _write_new(folder / artifact.FEATURES, json.dumps(features, indent=1))
     write_manifest(folder, **what)
     tell("comparing with the trainer's predictions")
     report = measure(Predictor(folder), trained, traced, spec, max_report_rows)
     report.notes, report.recorded_metrics = notes, dict(found.commit.metrics)
     report.program_bytes = (folder / artifact.PROGRAM).stat().st_size
     report.table_bytes = 4 * num_table_elements(spec)
-    (folder / artifact.REPORT).write_text(report.model_dump_json(indent=1), encoding="utf-8")
-    (folder / artifact.README).write_text(readme(report, features["example"]), encoding="utf-8")
+    _write_new(folder / artifact.REPORT, report.model_dump_json(indent=1))
+    _write_new(folder / artifact.README, readme(report, features["example"]))
     write_manifest(folder, **what)
     return report
 
@@ -326,9 +333,14 @@ def copy_vocabularies(spec: JobSpec, folder: Path) -> None:
                 raise
             continue
         target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, target)
+        with (
+            open_folder(target.parent, folder.parent, make=True) as opened,
+            Path(f"/proc/self/fd/{opened}/{target.name}").open("xb") as file,
+        ):
+            pq.write_table(table, file)
 
 
-def _write_json(path: Path, document: object) -> None:
-    path.write_text(json.dumps(document, indent=1), encoding="utf-8")
+def _write_new(path: Path, text: str) -> None:
+    """Write a file; raises OSError where anything is there, also a link, which may lead away."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)

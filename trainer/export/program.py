@@ -94,7 +94,7 @@ def _take(rest: list[torch.Tensor], keys: list[str], is_weighted: bool) -> Keyed
 
 
 def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
-    """Trace `model` and write it to `path`; raises `ExportError` with the cause, and OSError."""
+    """Trace `model` into the new file `path`; raises `ExportError` with the cause, and OSError."""
     arrays = example_arrays(spec)
     sizes = {0: torch.export.Dim.DYNAMIC}
     shapes = (sizes, tuple(sizes for _ in arrays[1:]))
@@ -120,7 +120,7 @@ class _ProgramFile(io.FileIO):
     """A file that keeps its first write error: torch's writer would end the process by one."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "w")
+        super().__init__(path, "x")
         self.fault: OSError | None = None
 
     def write(self, data: Any) -> int:

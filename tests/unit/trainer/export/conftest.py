@@ -12,9 +12,10 @@ import pytest
 
 from tests.unit.trainer.export.export_case import make_spec, write_data, write_run
 from trainer.export.__main__ import main
+from trainer.export.load import read_run_spec
 from trainer.export.predict import Predictor
 from trainer.export.report import Report
-from trainer.export.requests import ask_for
+from trainer.export.requests import ask_for, places_digest
 from trainer.protocol.run_dir import RunDir
 
 Exports = Callable[[Any], tuple[Path, Report]]
@@ -41,14 +42,16 @@ def run_dir(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def exports(run_dir: RunDir) -> Exports:
     """A function that gives the export of step 20 in a quantisation, and its report.
 
-    Made as it is asked for by the service and by drivers.
+    Made as it is asked for by the service.
     """
     made: dict[Any, tuple[Path, Report]] = {}
+    places = places_digest(read_run_spec(run_dir))
 
     def exported(quantize: Any) -> tuple[Path, Report]:
         if quantize not in made:
             folder = ask_for(run_dir, "newest", quantize)
-            assert main(["--request", str(folder.root)]) == 0, folder.message
+            arguments = ["--request", str(folder.root), "--places", places]
+            assert main(arguments) == 0, folder.message
             made[quantize] = folder.artifact, Report.model_validate(folder.read_report())
         return made[quantize]
 

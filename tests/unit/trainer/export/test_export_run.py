@@ -37,7 +37,8 @@ from trainer.checkpoint.save_load import CheckpointMismatch, CheckpointRefused
 from trainer.data.decode import decode, layout_of
 from trainer.data.manifest import Manifest
 from trainer.errors import ColumnError, StorageError
-from trainer.export import load
+from trainer.export import exporter, load
+from trainer.export.__main__ import main
 from trainer.export.artifact import (
     PROGRAM,
     ArtifactError,
@@ -55,7 +56,7 @@ from trainer.export.load import (
 )
 from trainer.export.predict import Predictor, in_own_unit
 from trainer.export.report import Report, measure, outputs_of
-from trainer.export.requests import places_digest
+from trainer.export.requests import ask_for, places_digest
 from trainer.protocol.requests import Rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
@@ -332,6 +333,43 @@ def test_a_spec_that_a_job_put_in_place_of_the_drivers_is_not_followed(
     os.mkfifo(checkpoint / "COMMIT.json")
     with pytest.raises(StorageError, match="no regular file"):
         find_checkpoint(run_dir, "newest")
+
+
+@pytest.mark.parametrize(
+    ("during", "place", "target"),
+    [
+        ("quantized", "model.pt2", "key"),
+        ("quantized", "report.json", "key"),
+        ("quantized", ".", "."),
+        ("read_vocabulary", "vocabularies/vocab", "."),
+    ],
+)
+def test_nothing_is_written_where_a_link_of_a_job_leads(
+    run_dir: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    during: str,
+    place: str,
+    target: str,
+) -> None:
+    folder = ask_for(run_dir, "newest", "int8")
+    link = folder.root / ".artifact.partial" / place
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "key").write_text("kept")
+    function = getattr(exporter, during)
+
+    def beside_a_job(*given: Any) -> Any:
+        if link.exists():
+            link.rename(tmp_path / "moved")
+        link.symlink_to(outside / target)
+        return function(*given)
+
+    monkeypatch.setattr(exporter, during, beside_a_job)
+    places = places_digest(read_run_spec(run_dir))
+    assert main(["--request", str(folder.root), "--places", places]) == 1
+    assert [path.name for path in outside.iterdir()] == ["key"]
+    assert (outside / "key").read_text() == "kept"
 
 
 def test_an_export_replaces_nothing_and_says_what_changed_since(

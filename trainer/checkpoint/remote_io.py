@@ -242,6 +242,8 @@ class _Reader(FileSystemReader):
             found.storage_meta.load_id = self.load_id
             if not isinstance(found.state_dict_metadata, dict):
                 raise TypeError("it names no tensors")
+            if any("/" in each.relative_path for each in (found.storage_data or {}).values()):
+                raise ValueError("it names files outside of its folder")
         except Exception as error:  # whatever the content makes the reader raise
             raise pickle.UnpicklingError(
                 f"{path} is no description of a checkpoint: {error}; it was damaged, or something "

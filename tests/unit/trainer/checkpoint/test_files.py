@@ -92,9 +92,12 @@ def test_a_file_that_a_network_disk_does_not_give_is_neither_damaged_nor_missing
         matches(saved, "__0_0.distcp", FileRecord(3, "abc"))
 
 
-def test_a_missing_file_is_damage_where_its_marker_is_there(tmp_path: Path) -> None:
+def test_what_is_missing_or_no_file_is_damage_where_its_marker_is_there(tmp_path: Path) -> None:
     saved = add(tmp_path, 7)
     assert not matches(saved, "__0_0.distcp", FileRecord(3, "abc"))
+    os.mkfifo(saved / "pipe")
+    for name in ("pipe", "../step-00000007/pipe", "/dev/zero", ".."):
+        assert not matches(saved, name, FileRecord(3, "abc"))
     with pytest.raises(CheckpointGone, match=r"step-8 is not on .*neither __0_0\.distcp"):
         matches(tmp_path / "step-8", "__0_0.distcp", FileRecord(3, "abc"))
 

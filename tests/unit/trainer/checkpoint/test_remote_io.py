@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from tests.harness.files import Call
 from trainer.checkpoint import remote_io, save_load
 from trainer.checkpoint.remote_io import RemoteReader, RemoteWriter, _RemoteFiles, reader_for
+from trainer.checkpoint.state_dict import stored_sizes
 from trainer.errors import StorageAwayError
 from trainer.protocol.run_dir import file_record
 from trainer.storage import Location
@@ -86,6 +87,11 @@ def test_metadata_and_objects_of_a_checkpoint_run_nothing(tmp_path: Path) -> Non
     assert torch.equal(loaded["weights"], torch.ones(2))
     with pytest.raises(save_load.CheckpointRefused, match=r"step-3 is refused: it holds posix\."):
         save_load.load(folder, {"meters": b""})
+    outside = pickle.loads((folder / ".metadata").read_bytes())
+    next(iter(outside.storage_data.values())).relative_path = "/dev/zero"
+    (folder / ".metadata").write_bytes(pickle.dumps(outside))
+    with pytest.raises(save_load.CheckpointRefused, match=r"outside of its folder"):
+        stored_sizes(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(Call(os.mkdir, ran)))
     for reader in (reader_for(folder), RemoteReader(Location.parse(str(folder)))):
         with pytest.raises(pickle.UnpicklingError, match=r"step-3/\.metadata.*Name another"):

@@ -22,7 +22,7 @@ from service.db.jobs import JobStore
 from service.errors import ServiceError
 from service.jobs.exports import may_be_made, may_run_code, remove_all_deleted, unfinished
 from service.settings import Settings
-from trainer.export.requests import ExportFolder, places_digest, remove_deleted
+from trainer.export.requests import HELD, ExportFolder, places_digest, remove_deleted
 from trainer.protocol.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ _POLL_S = 0.5
 _LONGEST_S = 6 * 3600.0
 # When storage fails, an export is tried again after these; then whoever asks again has it made.
 _RETRY_AFTER_S = (5.0, 30.0, 120.0)
+# One that another process holds is looked at again after this, in which others are made.
+_HELD_WAIT_S = 10.0
 _ADVICE = (
     "SHARDLOOM_TRAINER_PYTHON must be a Python with the trainer's packages: run the service from "
     "the image of deploy/Dockerfile.service-export, or where the trainer is installed; or let jobs "
@@ -125,26 +127,32 @@ class ExportRunner:
         except OSError as error:
             logger.warning("unfinished exports wait for the next start: %s", error)
         while (folder := self._queue.get()) is not None and not self._closing.is_set():
-            self._make_or_retry(folder)
+            is_held = self._make_or_retry(folder)
             with self._lock:
                 self._known.discard(folder.root)
+            if is_held:
+                later = threading.Timer(_HELD_WAIT_S, self.submit, [folder])
+                later.daemon = True
+                later.start()
 
-    def _make_or_retry(self, folder: ExportFolder) -> None:
-        """Make an export, again where storage or the store fails, unless the job was deleted."""
+    def _make_or_retry(self, folder: ExportFolder) -> bool:
+        """`_make`, again where storage or the store fails, unless the job was deleted."""
         for delay_s in (*_RETRY_AFTER_S, None):
             try:
-                self._make(folder)
+                return self._make(folder)
             except (OSError, ServiceError) as error:
                 logger.warning("export %s cannot be made: %s", folder.root, error)
-            else:
-                return
             if delay_s is None or not folder.root.exists() or self._closing.wait(delay_s):
-                return
+                break
+        return False
 
-    def _make(self, folder: ExportFolder) -> None:
+    def _make(self, folder: ExportFolder) -> bool:
+        """Make an export; returns whether another process, which may die, has it in hand."""
         if not may_be_made(self._store, self._settings, folder):
             logger.warning("%s was not asked for here, or may not run here", folder.root)
-            return
+            return False
+        if folder.status == "running":
+            return not folder.is_deleted
         # The process reads the spec from run storage, where it may be another one.
         spec = self._store.get_job(folder.run_dir.name).spec
         options = ["--places", places_digest(spec)]
@@ -171,14 +179,16 @@ class ExportRunner:
                 if error.errno not in _NO_PROGRAM:
                     raise
                 folder.fail(f"no process can make the export: {error}. {_ADVICE}")
-                return
+                return False
             end = self._wait(process, folder)
         if folder.is_deleted:
             remove_deleted(RunDir(folder.run_dir))
-            return
-        # One that runs is in the hands of another replica, whose process waited for ours.
+            return False
+        if process.returncode == HELD:
+            return True
+        # One that runs is in the hands of another replica, which took it when ours ended.
         if end == "closed" or folder.status != "queued":
-            return
+            return False
         if end == "late":
             folder.fail(f"it took longer than {_LONGEST_S / 3600:.0f} h and was ended")
         else:
@@ -187,6 +197,7 @@ class ExportRunner:
                 f"{folder.last_output or 'it said nothing'} (see export.log in {folder.root}; -9 "
                 f"is too little memory). {_ADVICE}"
             )
+        return False
 
     def _wait(self, process: subprocess.Popen[Any], folder: ExportFolder) -> _End:
         """How the process ended: by itself, too slow, with the service, or with its export."""

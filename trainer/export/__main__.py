@@ -3,7 +3,8 @@
 python -m trainer.export --run-dir DIR --to DIR [--checkpoint newest|best|STEP] [--quantize ...]
 python -m trainer.export --request RUN_DIR/exports/x-ID [--no-user-code] [--places SHA256]
 
-Exits with 0 when the export is there, 1 when it was refused (the reason is the last line).
+Exits with 0 when the export is there, 1 when it was refused (the reason is the last line), 75 when
+another process makes it (with --places; without, it waits for that one).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trainer.errors import DataError
 from trainer.export.artifact import ExportError
 from trainer.export.exporter import Tell, export
 from trainer.export.report import DEFAULT_ROWS
-from trainer.export.requests import ExportFolder
+from trainer.export.requests import HELD, ExportFolder
 from trainer.failures import UserCodeError
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
@@ -63,11 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("torch.fx", "torch.export", "torch._export", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if options.request:
-        return _run_requested(
-            ExportFolder(options.request),
-            may_run_code=not options.no_user_code,
-            places=options.places,
-        )
+        try:
+            return _run_requested(
+                ExportFolder(options.request),
+                may_run_code=not options.no_user_code,
+                places=options.places,
+            )
+        except BlockingIOError:
+            return HELD
     if not (options.run_dir and options.to):
         parser.error("give --run-dir and --to, or --request")
     failure = _attempt(
@@ -85,11 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if failure is None else 1
 
 
-def _run_requested(folder: ExportFolder, **options: Any) -> int:
-    """Run the export of a request folder, unless it is done or deleted."""
+def _run_requested(folder: ExportFolder, places: str | None, **options: Any) -> int:
+    """Run the export of a request folder, unless it is done or deleted.
+
+    Raises BlockingIOError where another process does, and a service asks.
+    """
     if folder.is_deleted:
         return 1
-    with folder.hold() as is_open, _ended_when_deleted(folder):
+    with folder.hold(waits=places is None) as is_open, _ended_when_deleted(folder):
         if is_open:
             wanted = folder.wanted
             failure = _attempt(
@@ -98,6 +105,7 @@ def _run_requested(folder: ExportFolder, **options: Any) -> int:
                 folder.artifact,
                 wanted.checkpoint,
                 wanted.quantize,
+                places=places,
                 **options,
             )
             if failure is not None:

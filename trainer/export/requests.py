@@ -10,10 +10,12 @@ RUN_DIR/exports/x-ID/
   deleting         it is to be deleted: no longer listed, its process ends, then its files go
 
 `python -m trainer.export --request DIR` takes the lock first and does nothing where the export is
-done, so a service that was restarted may run it again. Deleting marks first and then, holding the
-lock, renames to `.x-ID.gone` and removes; an interrupted deletion is found by these names
-(`remove_deleted`). Jobs write to run storage: no link is followed out of the job's folder, lest a
-service shows files of its host, or writes to them. No torch here: the service imports it.
+done, so a service that was restarted may run it again. Where another process has the lock, a
+driver's waits; a service's ends (`HELD`), as the job's code can hold it for ever. Deleting marks
+first and then, holding the lock, renames to `.x-ID.gone` and removes; an interrupted deletion is
+found by these names (`remove_deleted`). Jobs write to run storage: no link is followed out of the
+job's folder, lest a service shows files of its host, or writes to them. No torch here: the service
+imports it.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ _LINE_BYTES = 2**12
 # Characters; a document holds them however they are escaped.
 _MAX_MESSAGE = 5000
 _DELETING = "deleting"
+# Exit code of a service's process that found the lock taken.
+HELD = os.EX_TEMPFAIL
 
 
 class RequestedExport(BaseModel, extra="forbid", frozen=True):
@@ -168,10 +172,13 @@ class ExportFolder:
         self._write("failure.json", {"message": message[:_MAX_MESSAGE]})
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[bool]:
-        """Wait for the lock; yields whether there is still something to do."""
+    def hold(self, *, waits: bool = True) -> Iterator[bool]:
+        """Take the lock; yields whether there is still something to do.
+
+        Raises BlockingIOError where another process has it, unless it `waits`.
+        """
         with self._open("lock", "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             yield not self.is_deleted and self.status in ("running", "queued")
 
     @property

@@ -27,7 +27,7 @@ from service.reconciler.housekeeping import Housekeeper
 from service.settings import Settings
 from tests.harness.service import Api, with_checkpoint, write_export
 from tests.harness.wait import wait_for
-from trainer.export.requests import ExportFolder, ask_for, list_exports, places_digest
+from trainer.export.requests import HELD, ExportFolder, ask_for, list_exports, places_digest
 
 
 def wanted(api: Api, job_id: str) -> ExportFolder:
@@ -208,6 +208,21 @@ def test_an_export_is_made_again_when_storage_is_back(
     running(Script("print('first')", "print('second')"))
     wait_until_failed(folder)
     assert "code 0: second" in folder.message
+
+
+def test_others_are_made_while_the_lock_of_one_is_held_and_then_that_one(
+    api: Api, job_id: str, running: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.jobs.export_runner._HELD_WAIT_S", 0.01)
+    held, other = wanted(api, job_id), wanted(api, with_checkpoint(api))
+    script = Script("print('other')", f"import sys; sys.exit({HELD})", "print('held')")
+    with held.hold():
+        runner = running(script)
+        runner.submit(held)
+        wait_until_failed(other)
+        assert "code 0: other" in other.message
+    wait_until_failed(held)
+    assert "code 0: held" in held.message
 
 
 def test_one_that_takes_too_long_says_so(

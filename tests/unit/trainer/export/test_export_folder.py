@@ -18,6 +18,7 @@ from tests.unit.trainer.export.export_case import make_spec
 from trainer.export.__main__ import main
 from trainer.export.artifact import write_manifest
 from trainer.export.requests import (
+    HELD,
     ExportFolder,
     ask_for,
     export_on_success,
@@ -77,6 +78,8 @@ def test_one_process_at_a_time_works_on_an_export(tmp_path: Path) -> None:
     with subprocess.Popen(command, **pipes) as first:  # type: ignore[call-overload]
         assert first.stdout.readline().strip() == "True"
         assert folder.status == "running"
+        # A service has other exports to make.
+        assert main(["--request", str(folder.root), "--places", "0"]) == HELD
         with subprocess.Popen(command, **pipes) as second:  # type: ignore[call-overload]
             finish(folder)
             first.stdin.close()

@@ -34,9 +34,11 @@ from torch.futures import Future
 from trainer.checkpoint.files import Folder
 from trainer.errors import StorageError
 from trainer.protocol.run_dir import FileRecord
+from trainer.protocol.untrusted import read_untrusted
 from trainer.storage import Location, retry, write_upload
 
 METADATA = ".metadata"
+_MAX_METADATA_BYTES = 2**30  # job code may have put a larger file there
 # An object has 10 000 parts at most, and Arrow's are of 10 MiB: 98 GiB.
 _MAX_OBJECT_BYTES = 64 * 2**30
 # Names that the metadata of a checkpoint may contain, by module.
@@ -235,7 +237,10 @@ class _Reader(FileSystemReader):
     def read_metadata(self) -> Metadata:
         """The checkpoint's metadata; raises OSError, `DataError` or `pickle.UnpicklingError`."""
         path = cast(Folder, self.path) / METADATA
-        content = path.read_bytes()
+        if isinstance(path, Location):
+            content = path.read_bytes()
+        else:
+            content = read_untrusted(path, path.parent, _MAX_METADATA_BYTES)
         try:
             found: Metadata = _Unpickler(io.BytesIO(content)).load()
             found.storage_meta = found.storage_meta or StorageMeta()

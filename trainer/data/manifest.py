@@ -17,6 +17,7 @@ from trainer.errors import CorruptFileError, ManifestError
 from trainer.storage import Location
 
 MANIFEST_NAME = "manifest.json"
+_MAX_BYTES = 2**26
 
 
 class StoredFile(BaseModel, extra="forbid", frozen=True):
@@ -161,8 +162,14 @@ def verify_checksums(folder: Location | Path, manifest: Manifest) -> int:
 
 def read_manifest(path: Location) -> Manifest:
     """The manifest as it is written, its files unseen; raises `ManifestError`."""
+    with path.errors_as("read"), path.open_input() as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ManifestError(
+            f"{path} has more than {_MAX_BYTES >> 20} MiB; prepare the data again, in fewer files"
+        )
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

@@ -97,6 +97,9 @@ def test_metadata_and_objects_of_a_checkpoint_run_nothing(tmp_path: Path) -> Non
         with pytest.raises(pickle.UnpicklingError, match=r"step-3/\.metadata.*Name another"):
             reader.read_metadata()
     assert not ran.exists()
+    os.truncate(folder / ".metadata", 2**40)
+    with pytest.raises(OSError, match=r"more than \d+ bytes"):
+        stored_sizes(folder)
 
 
 def _unpicklings(source: str) -> list[str]:

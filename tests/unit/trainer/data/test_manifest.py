@@ -24,6 +24,13 @@ def test_an_unreadable_manifest_is_refused(copy, body):
         load_manifest(copy)
 
 
+def test_a_manifest_without_an_end_is_refused(copy):
+    (copy / "manifest.json").unlink()
+    (copy / "manifest.json").symlink_to("/dev/zero")
+    with pytest.raises(ManifestError, match="more than 64 MiB"):
+        load_manifest(copy)
+
+
 def test_a_file_that_is_not_the_one_of_the_manifest_is_named(copy):
     def refused(message: str) -> None:
         with pytest.raises(CorruptFileError, match=message):

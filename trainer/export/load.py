@@ -75,7 +75,8 @@ def find_checkpoint(run_dir: RunDir, wanted: str, places: str | None = None) -> 
 
     `newest` is the newest whole one, and `best` the newest where none was ever best, both without
     those that a rewind has left behind. One that is removed while it is checked does not count.
-    `places` are those of `read_run_spec`.
+    `places` are those of `read_run_spec`; with them, links in the place of folders are refused, but
+    for one that is put there while the checkpoint is read.
     Raises `ExportError`, and `StorageError` where remote storage is away.
     """
     while True:
@@ -93,6 +94,13 @@ def _find_checkpoint(run_dir: RunDir, wanted: str, places: str | None) -> Commit
     if not run_dir.checkpoints_dir.is_dir() and (run_dir.root / "attempts").is_dir():
         folder = checkpoints_of(run_dir.root, read_run_spec(run_dir, places).checkpoint.path)
     committed = list_committed(folder)
+    if places is not None:
+        for path in (folder, *(each.path for each in committed)):
+            if isinstance(path, Path) and path.is_symlink():
+                raise ExportError(
+                    f"{path} is a link, which may lead to checkpoints of another job; the job's "
+                    "own code made it: remove it"
+                )
     if not committed:
         raise ExportError(f"{folder} holds no checkpoint yet; let the job save")
     if wanted in ("newest", "best"):
@@ -124,11 +132,11 @@ def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
 
 
 def _damaged_file(found: CommittedCheckpoint) -> str | None:
-    """Name of a file that is missing, has another size or checksum than was recorded, or has no
-    end."""
+    """Name of a file that is missing, has another size or checksum than was recorded, has no end,
+    or is a link, which may lead to a file of another job."""
     if isinstance(found.path, Path):
         for path in found.path.glob("*"):
-            if path.is_fifo() or path.is_char_device():
+            if path.is_symlink() or path.is_fifo() or path.is_char_device():
                 return path.name
     files = found.commit.files.items()
     return next((name for name, record in files if not matches(found.path, name, record)), None)

@@ -211,6 +211,18 @@ def test_what_a_rewind_left_behind_is_neither_newest_nor_best(data: Path, tmp_pa
     assert find_checkpoint(run_dir, "20").commit.step == 20
 
 
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step-00000020-a0-r0"])
+def test_a_link_to_checkpoints_of_another_job_is_not_followed_for_a_service(
+    run_dir: RunDir, data: Path, tmp_path: Path, place: str
+) -> None:
+    theirs = write_run(tmp_path, make_spec(data))
+    (theirs.root / place).parent.mkdir(exist_ok=True)
+    (theirs.root / place).symlink_to(run_dir.root / place)
+    assert find_checkpoint(theirs, "newest").commit.step == 20
+    with pytest.raises(ExportError, match=f"{place} is a link"):
+        find_checkpoint(theirs, "newest", places_digest(read_run_spec(theirs)))
+
+
 def test_a_damaged_checkpoint_is_never_exported(data: Path, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, make_spec(data), 7, 20)
     newest = find_checkpoint(run_dir, "newest").path
@@ -323,6 +335,10 @@ def test_a_spec_that_a_job_put_in_place_of_the_drivers_is_not_followed(
         read_run_spec(run_dir)
     (checkpoint,) = run_dir.checkpoints_dir.iterdir()
     file = next(checkpoint.glob("*.distcp"))
+    file.rename(tmp_path / "theirs")
+    file.symlink_to(tmp_path / "theirs")
+    with pytest.raises(ExportError, match="are damaged"):
+        find_checkpoint(run_dir, "newest")
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(ExportError, match="are damaged"):

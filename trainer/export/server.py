@@ -185,7 +185,7 @@ def _add_measuring(app: FastAPI, metrics: ScorerMetrics) -> None:
         else:
             try:
                 response = await call_next(request)
-            except Exception:
+            except Exception:  # whatever PyTorch raises is counted and answered
                 logger.exception("the rows of a request could not be scored")
                 detail = "the rows could not be scored; the scorer's log says why"
                 response = _refuse(500, "internal_error", detail)

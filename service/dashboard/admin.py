@@ -153,13 +153,17 @@ class SettingsPage:
                 except Refused as refused:
                     ui.label(str(refused)).classes("notice tone-warn")
 
-    async def _change(self, show: Show, method: str, path: str, **options: Any) -> Any:
+    async def _change(
+        self, show: Show, method: str, path: str, done: str = "", **options: Any
+    ) -> Any:
         """Send a request and show the section anew; what it answers, None if it was refused."""
         try:
             answer = await self._rest.send(method, path, **options)
         except Refused as refused:
             ui.notify(str(refused), type="warning", multi_line=True)
             return None
+        if done:
+            ui.notify(done)
         await self._refresh(show)
         return answer.json() if answer.content else {}
 
@@ -299,7 +303,8 @@ class SettingsPage:
                         change = partial(self._change, self._show_webhooks)
                         switch = partial(change, "PATCH", path, json={"is_active": not is_on})
                         button("Switch off" if is_on else "Switch on", switch)
-                        button("Test", partial(change, "POST", f"{path}:test"))
+                        told = f"Queued. `shardloom webhooks deliveries {each['id']}` says more."
+                        button("Test", partial(change, "POST", f"{path}:test", told))
                         button("Delete", partial(change, "DELETE", path), "cancel-button")
 
     async def _add_webhook(self) -> None:

@@ -33,7 +33,7 @@ from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, blank_page
 from service.dashboard.sweeps import SweepPage, SweepsPage
 from service.domain.auth import Session
-from service.errors import CsrfRefused, NotFound, NotSignedIn, StoreUnavailable
+from service.errors import CsrfRefused, NotSignedIn, ServiceError
 
 router = APIRouter(include_in_schema=False)
 _HOME = f"{MOUNT_PATH}/"
@@ -188,7 +188,7 @@ def _add_page(path: str, page: Callable[..., Any], rest: Rest) -> None:
     async def _build(request: Request) -> None:
         try:
             await page(**request.path_params).build()
-        except (NotFound, StoreUnavailable, Refused) as error:
+        except (ServiceError, Refused) as error:
             blank_page(rest, error.title, str(error), error.status)
 
 

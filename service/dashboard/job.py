@@ -38,7 +38,7 @@ from service.dashboard.snapshots import (
 from service.db.jobs import JobStore
 from service.domain.auth import Role
 from service.domain.models import Checkpoint, Job, MetricPoint
-from service.errors import JobNotFound, StorageUnavailable, StoreUnavailable
+from service.errors import JobNotFound, JobUnreadable, StorageUnavailable, StoreUnavailable
 
 REFRESH_INTERVAL_S = 1.0
 _MAX_CSV_ROWS = 100_000
@@ -131,7 +131,7 @@ class JobPage:
                 self._timer.cancel()
             self._gone.set_text("This job was deleted. The page shows what was known of it.")
             return
-        except StoreUnavailable as error:
+        except (StoreUnavailable, JobUnreadable) as error:
             self._gone.set_text(f"What is shown is old, as the job cannot be read: {error}")
             return
         self._gone.set_text("")

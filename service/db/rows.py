@@ -14,7 +14,8 @@ from service.domain.models import Attempt, Job, Progress
 from service.errors import JobUnreadable
 from trainer.spec.job import JobSpec
 
-_NUM_CACHED_SPECS = 2000
+# More than there are live jobs, paused ones too: those are read over and over, in the same order.
+_NUM_CACHED_SPECS = 8000
 _OTHER_FIELDS = frozenset({"spec", "progress", "latest_metrics", "membership"})
 _JOB: TypeAdapter[Job] = TypeAdapter(Job)
 _ATTEMPT: TypeAdapter[Attempt] = TypeAdapter(Attempt)

@@ -119,13 +119,15 @@ class SweepStore(Transactions):
         """The trials of a sweep with their jobs, in order, and what was reached of the metric."""
         query = select(sweep_trials).where(sweep_trials.c.sweep_id == sweep.id)
         found = [_trial_of(row) for row in self.rows(query.order_by(sweep_trials.c.number))]
-        known = self._jobs([trial.job_id for trial in found if trial.job_id is not None])
-        pairs = [(trial, known.get(trial.job_id or "")) for trial in found]
-        return [Observed(trial, job, self._reached(sweep, trial, job)) for trial, job in pairs]
-
-    def _jobs(self, ids: Sequence[str]) -> dict[str, Job]:
-        found = self.rows(select_jobs().where(jobs.c.id.in_(ids)))
-        return {job.id: job for job in self.readable(found, job_of)}
+        ids = [trial.job_id for trial in found if trial.job_id is not None]
+        rows = self.rows(select_jobs().where(jobs.c.id.in_(ids)))
+        readable = {job.id: job for job in self.readable(rows, job_of)}
+        unreadable = {row["id"] for row in rows} - readable.keys()
+        pairs = [(trial, readable.get(trial.job_id or "")) for trial in found]
+        return [
+            Observed(trial, job, self._reached(sweep, trial, job), trial.job_id in unreadable)
+            for trial, job in pairs
+        ]
 
     def _reached(self, sweep: Sweep, trial: Trial, job: Job | None) -> float | None:
         """The first value of the metric at the next rung of a trial or later, if it is there."""

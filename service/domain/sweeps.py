@@ -165,12 +165,14 @@ class Trial:
 class Observed:
     """A trial with its job, None if there is none (any more), as they are now.
 
-    `reached` is the metric's value at the next rung, None while that is ahead.
+    `reached` is the metric's value at the next rung, None while that is ahead. A job that
+    `is_unreadable` was stored by another version of the service, which may be running it.
     """
 
     trial: Trial
     job: Job | None = None
     reached: float | None = None
+    is_unreadable: bool = False
 
     def value(self, metric: str) -> float | None:
         """The newest value of the metric."""
@@ -186,7 +188,7 @@ class Observed:
     def is_active(self) -> bool:
         """Whether it has workers, or may get them without anybody's doing."""
         if self.job is None:
-            return self.trial.job_id is None and not self.trial.message
+            return self.is_unreadable or (self.trial.job_id is None and not self.trial.message)
         return not self.job.status.is_terminal and self.job.status is not JobStatus.PAUSED
 
 
@@ -216,7 +218,7 @@ class SweepStep:
 def decide(sweep: Sweep, trials: Sequence[Observed]) -> SweepStep:
     """What happens next in a sweep, from what is stored."""
     active = [each for each in trials if each.is_active]
-    to_submit = [each.trial.number for each in active if each.job is None]
+    to_submit = [each.trial.number for each in active if each.trial.job_id is None]
     if sweep.status is SweepStatus.CANCELLING:
         # Of a trial without a job we do not know whether it has one: making it again tells.
         live = [each for each in active if each.job and not each.job.cancel_requested]

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,12 +49,13 @@ _FIELD = "checkpoint.warm_start"
 class Restored:
     """What a checkpoint holds beside the model and its optimizers, for the session to go on from.
 
-    `meters` is what the metrics took in since the last report, `message` what happened, in words.
+    `meters` is what the metrics took in since the last report, `message` what happened, in words;
+    with a `level` it is for the job's timeline.
     """
 
     origin: str
     message: str
-    is_warm_start: bool = False
+    level: Literal["info", "warning"] | None = None
     state: TrainState = field(default_factory=TrainState)
     metrics: dict[str, float] = field(default_factory=dict)
     meters: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -83,7 +84,15 @@ def restore(
     if warm is None:
         return None
     message = f"warm start from checkpoint {warm.path}, at step {warm.commit.step}"
-    return Restored(f"warm-{warm.path.name}", message, is_warm_start=True)
+    origin = f"warm-{warm.path.name}"
+    if warm.commit.row_order.encodings in (None, row_order.encodings):
+        return Restored(origin, message, "info")
+    message += (
+        ". Its data had other vocabularies or hash sizes, so rows of tables may stand for other "
+        "values here: prepare the data with the same ones, or name in checkpoint.warm_start.tables "
+        "those whose ids mean the same"
+    )
+    return Restored(origin, message, "warning")
 
 
 def _load_first(

@@ -719,8 +719,8 @@ class Session:
             self.state, self.origin = found.state, found.origin
             self.tuner.resume(self.state.tuning)
             self.final_metrics = found.metrics
-            if found.is_warm_start:
-                self.note("info", found.message)
+            if found.level:
+                self.note(found.level, found.message)
             else:
                 logger.info("%s", found.message)
         path = RunDir(self.config.run_dir).skipped_rows_path

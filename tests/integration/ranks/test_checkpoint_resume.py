@@ -212,6 +212,7 @@ def test_another_job_starts_warm_and_then_from_its_own_checkpoints(
     assert (started[0]["state"].step, started[0]["state"].rows_trained) == (0, 0)
     _check_tables(started, original, num_copies=1)
     (note,) = told(tmp_path, Note)
+    assert note.level == "info"
     assert "warm start from checkpoint" in note.message
     assert str(run_dir) in note.message
     own = make_config(small_movielens, run_dir, "checkpoint.warm_start.path=/nowhere", run_index=1)

@@ -124,6 +124,23 @@ def test_a_sweep_that_cannot_be_read_does_not_stall_the_others(api, create, capl
     assert len(told) == 1
 
 
+def test_a_trial_whose_job_only_another_version_can_read_goes_on(api, create, monkeypatch):
+    sweep_id = create(num_trials=2, num_parallel=1)
+    runner_of(api).poll()
+
+    def spoil(_: str) -> None:
+        raise ValueError("a field of tomorrow")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("service.db.rows._spec_of", spoil)
+        runner_of(api).poll()
+    found = api.http.get(f"/v1/sweeps/{sweep_id}").json()
+    assert (found["status"], len(found["trials"])) == ("RUNNING", 1)
+    api.http.post(f"/v1/jobs/{found['trials'][0]['job_id']}:cancel")
+    runner_of(api).poll()
+    assert len(trials_of(api, sweep_id)) == 2
+
+
 def test_a_sweep_of_an_earlier_version_may_name_steps_to_trace(api, create):
     store = api.http.app.state.context.sweeps
     sweep = store.get(create(num_trials=1))

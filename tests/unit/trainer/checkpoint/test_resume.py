@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -13,9 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.trainer.export.export_case import spec_document
-from trainer.checkpoint import save_load
+from trainer.checkpoint import resume, save_load
 from trainer.checkpoint.files import (
     Commit,
+    CommittedCheckpoint,
     RowOrder,
     checkpoints_of,
     matches,
@@ -23,7 +25,7 @@ from trainer.checkpoint.files import (
     write_marker,
 )
 from trainer.checkpoint.manager import resumed_state, state_of
-from trainer.checkpoint.resume import find_source
+from trainer.checkpoint.resume import Restored, find_source
 from trainer.checkpoint.save_load import CheckpointMismatch
 from trainer.coordination.messages import EpochRows
 from trainer.data.manifest import Manifest, write_manifest
@@ -107,6 +109,23 @@ def digest(folder: Path, group_rows: int = 10, seed: int = 0, **names: int) -> s
         pq.write_table(table, folder / f"{name}.parquet", row_group_size=group_rows)
     document = spec_document(folder) | {"training": {"seed": seed}}
     return order_digest(ParquetSource(folder, ["x"]), validate_spec(document))
+
+
+def test_a_warm_start_from_data_with_other_vocabularies_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = replace(WRITTEN, encodings="those of yesterday")
+    found = CommittedCheckpoint(tmp_path / "step-5", commit(0, 50, row_order=made))
+    monkeypatch.setattr(resume, "warm_start", lambda *_: found)
+    checkpoints = SimpleNamespace(newest=lambda: None, group=None, runs_dir=tmp_path)
+
+    def restored(row_order: RowOrder) -> Restored:
+        return resume.restore(None, checkpoints, row_order, None, None)
+
+    assert restored(made).level == "info"
+    other = restored(replace(CHANGED, encodings="those of today"))
+    assert other.level == "warning"
+    assert "other vocabularies" in other.message
 
 
 def test_whatever_moves_rows_changes_the_digest(tmp_path: Path) -> None:

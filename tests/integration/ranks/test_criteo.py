@@ -24,7 +24,8 @@ from trainer.training.worker import train
 pytestmark = pytest.mark.slow
 
 
-EXAMPLES = REPO / "examples"
+EXAMPLE = (REPO / "examples" / "criteo-dlrm.yaml").read_text()
+DCN = ("model.arch=dcn_v2", "model.interaction_arch={num_layers: 2, low_rank_dim: 32}")
 SHORT = (
     "data.batch_size=256",
     "parallelism.workers=2",
@@ -43,21 +44,20 @@ def raw(tmp_path_factory) -> Path:
     return folder
 
 
-def train_example(name: str, data: Path, run_dir: Path) -> dict[str, float]:
-    """Train a whole example on one rank of a session; its final metrics."""
+def train_example(overrides: tuple[str, ...], data: Path, run_dir: Path) -> dict[str, float]:
+    """Train the whole example on one rank of a session; its final metrics."""
     torch.set_num_threads(1)
-    text = (EXAMPLES / f"{name}.yaml").read_text()
-    config = config_of(load_spec(text, [f"data.path={data}", *SHORT]), run_dir)
-    return train(open_session(config))
+    spec = load_spec(EXAMPLE, [f"data.path={data}", *SHORT, *overrides])
+    return train(open_session(config_of(spec, run_dir)))
 
 
-@pytest.mark.parametrize("name", ["criteo-dlrm", "criteo-dcn"])
-def test_an_example_learns_what_the_teacher_knows(tmp_path, name):
+@pytest.mark.parametrize("overrides", [(), DCN], ids=["dlrm", "dcn_v2"])
+def test_an_example_learns_what_the_teacher_knows(tmp_path, overrides):
     raw, data = tmp_path / "raw", tmp_path / "data"
     options = CriteoGeneratorOptions(num_rows=60_000, max_ids=20)
     teacher = generate_criteo(raw, options)["parts"]["last_tenth"]
     prepare_criteo([raw], data, options=CriteoOptions(num_partitions=4))
-    metrics, _ = run_ranks(train_example, 2, name, data, tmp_path / "run", timeout_s=200)
+    metrics, _ = run_ranks(train_example, 2, overrides, data, tmp_path / "run", timeout_s=200)
     assert metrics["validation/logloss"] == pytest.approx(metrics["validation/loss"], rel=1e-5)
     assert metrics["validation/calibration"] == pytest.approx(1, abs=0.15)
     # Nobody beats the teacher; most of what it knows is learned.
@@ -66,14 +66,14 @@ def test_an_example_learns_what_the_teacher_knows(tmp_path, name):
 
 
 def train_suggested(data: Path, run_dir: Path) -> dict[str, float]:
-    """Train the DCN v2 example on raw columns, with the features and tables that are suggested."""
+    """Train DCN v2 on raw columns, with the features and tables that are suggested."""
     torch.set_num_threads(1)
     (found,) = find_data([str(data / "train")])
     parts = yaml.safe_load(inspect_data(found).suggestion.yaml())
     dim = parts["embedding_tables"][0]["embedding_dim"]
-    document = yaml.safe_load((EXAMPLES / "criteo-dcn.yaml").read_text()) | parts
-    overrides = [f"data.path={data}", f"model.dense_arch.layer_sizes=[64, {dim}]", *SHORT]
-    spec = load_spec(yaml.safe_dump(document), overrides)
+    document = yaml.safe_load(EXAMPLE) | parts
+    layers = f"model.dense_arch.layer_sizes=[64, {dim}]"
+    spec = load_spec(yaml.safe_dump(document), [f"data.path={data}", layers, *SHORT, *DCN])
     return train(open_session(WorkerConfig(spec, run_dir, "job-test-a0", 0)))
 
 

@@ -131,9 +131,15 @@ def test_only_touched_rows_are_synced() -> None:
     assert touched == pytest.approx(64 * 0.1 * 4096 * 512 * row_bytes, rel=1e-3)
 
 
-@pytest.mark.parametrize("example", ["criteo-dlrm", "criteo-dcn", "movielens-transformer"])
-def test_the_network_is_counted_as_it_is_built(example: str) -> None:
+DCN = {"arch": "dcn_v2", "interaction_arch": {"num_layers": 2, "low_rank_dim": 32}}
+
+
+@pytest.mark.parametrize(
+    ("example", "model"), [("criteo-dlrm", {}), ("criteo-dlrm", DCN), ("movielens-transformer", {})]
+)
+def test_the_network_is_counted_as_it_is_built(example: str, model: dict[str, Any]) -> None:
     document = yaml.safe_load((REPO / f"examples/{example}.yaml").read_text())
+    document["model"] |= model
     for table in document["embedding_tables"]:
         table["num_embeddings"] = 100
     spec = validate_spec(document)

@@ -139,8 +139,8 @@ class EndReason(StrEnum):
     STORAGE_ERROR = (
         "storage_error",
         EndRule(
-            "Check that run storage (SHARDLOOM_RUNS_DIR), checkpoint.path and data.path are mounted "
-            "or answer on every host, that credentials are set, and that disks have room.",
+            "Check that run storage (SHARDLOOM_RUNS_DIR), checkpoint.path and data.path are "
+            "mounted or answer on every host, that credentials are set, and that disks have room.",
             Budget.USER,
             first_backoff_s=30.0,
             is_suspicious=True,

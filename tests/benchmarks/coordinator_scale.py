@@ -328,7 +328,6 @@ class SimulatedAgents:
             leases=(lease.id,),
             num_rows=lease.num_rows,
             train_s=0.1 + 0.1 * (group % 4),
-            sums={"loss": 1.0},
         )
 
     def _vote(self, agent: SimulatedAgent, line: bytes) -> None:

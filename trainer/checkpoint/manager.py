@@ -188,14 +188,15 @@ class CheckpointManager:
         is_best: bool,
         is_last: bool,
         started_s: float,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Write a checkpoint, marker last, then apply retention. Collective over all ranks.
 
         Asynchronous but for the last of the run, which is done when this returns. `started_s` (of
-        `time.perf_counter`) is when training stopped for it. A failure is an error in the timeline,
-        at the last save `CheckpointError` on every rank.
+        `time.perf_counter`) is when training stopped for it; `beat` as for `wait`. A failure is an
+        error in the timeline, at the last save `CheckpointError` on every rank.
         """
-        self.wait()
+        self.wait(beat)
         commit = self._commit(state, metrics, is_best)
         name = folder_name(commit.step, self._config.run_label)
         is_beside = self._config.spec.checkpoint.asynchronous and not is_last
@@ -205,7 +206,7 @@ class CheckpointManager:
         write = partial(self._write, self._folder / name, commit, tensors, planner)
         end = in_background(write, "checkpoint", self._groups.device)
         if not is_beside:
-            futures.wait([end])
+            _await(end, beat)
         self._pending = PendingSave(commit.step, time.perf_counter() - started_s, end)
         if is_last:
             self._settle(must_succeed=True)
@@ -226,8 +227,7 @@ class CheckpointManager:
         `beat` is called every few seconds: for as long as storage may take, the rank does not hang.
         """
         if self._pending:
-            while futures.wait([self._pending.end], _BEAT_S).not_done:
-                beat()
+            _await(self._pending.end, beat)
             self._settle()
 
     def close(self) -> None:
@@ -397,6 +397,11 @@ class CheckpointManager:
     def _emit_once(self, event: events.Event) -> None:
         if self._groups.rank == 0:
             self._emit(event)
+
+
+def _await(end: futures.Future[Any], beat: Callable[[], None]) -> None:
+    while futures.wait([end], _BEAT_S).not_done:
+        beat()
 
 
 def state_of(commit: Commit) -> TrainState:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -280,9 +279,6 @@ def _hello_of(hellos: Sequence[Hello]) -> Hello:
 def _arrival_of(arrivals: Sequence[Arrive]) -> Arrive:
     seen = {(each.leases, each.num_rows, each.commit, each.measured) for each in arrivals}
     _check(seen, "leases, rows, commits or shares of the validation")
-    sums: Counter[str] = Counter()
-    for each in arrivals:
-        sums.update(each.sums)
     return arrivals[0].model_copy(
         update={
             "train_s": max(each.train_s for each in arrivals),
@@ -291,7 +287,6 @@ def _arrival_of(arrivals: Sequence[Arrive]) -> Arrive:
             "may_overlap": all(each.may_overlap for each in arrivals),
             "needs_exact": any(each.needs_exact for each in arrivals),
             "report": next((each.report for each in arrivals if each.report), None),
-            "sums": dict(sums),
             "copied_bytes": sum(each.copied_bytes for each in arrivals),
             "num_quarantined": sum(each.num_quarantined for each in arrivals),
         }

@@ -267,7 +267,6 @@ class Arrive(Message):
     before a save. `measured` is the share of the validation rows that it has measured on `commit`,
     if any, and `synced` what the last sync and its steps took. `num_quarantined` of its rows were
     left out.
-    `sums` are over its ranks (loss x weight and the like) and become means in the ledger.
     """
 
     kind: Literal["arrive"] = "arrive"
@@ -286,7 +285,6 @@ class Arrive(Message):
     synced: Observation | None = None
     num_quarantined: Count = 0
     report: Report | None = None
-    sums: dict[str, float] = {}
     copied_bytes: Count = Field(default=0, description="What a listener has copied so far.")
 
     @property

@@ -298,6 +298,8 @@ class GroupSession(Session):
 
     def _follow_up(self) -> None:
         """Announce, report, and lead where the copy holds what is committed and no more."""
+        if self.is_over:
+            return  # What was trained behind the end is in no checkpoint.
         self.announce()
         self.checkpoints.poll()
         if self.is_report_due():
@@ -324,7 +326,6 @@ class GroupSession(Session):
             synced=self._synced,
             num_quarantined=interval.num_quarantined,
             report=self._report if self.groups.rank == 0 else None,
-            sums={"loss": loss} if interval.num_rows else {},
         )
 
     @property
@@ -369,6 +370,8 @@ class GroupSession(Session):
         is_first = self._result is None
         self._result, self._before = result, self.state
         self.standing = result.standing
+        if not self.is_leader:  # whose own may be newer
+            self.final_metrics = self.final_metrics | result.ledger.metrics
         self.is_leader = result.leader == self.group.group and self.standing == "current"
         self._adopt(result.ledger)
         if is_first:  # what was trained before says nothing of the speed
@@ -576,7 +579,7 @@ class GroupSession(Session):
 
         Collective over the group where it is asked to stop, as of the last report.
         """
-        if not self.is_asked_to_stop or self.saves.is_too_early:
+        if not self.is_asked_to_stop or self._has_finished or self.saves.is_too_early:
             return
         self.await_save()
         if self.checkpoints.newest_commit != self.state.commit:

@@ -39,7 +39,7 @@ from trainer.data.position import (
 )
 from trainer.data.process import ReaderProcess
 from trainer.data.reader import encodings_digest, open_source, order_digest
-from trainer.failures import DivergenceError
+from trainer.failures import DivergenceError, NonFiniteLoss
 from trainer.layout.cost import Cluster, MemoryUse
 from trainer.layout.layout import Layout, placement_warning
 from trainer.layout.plans import predict
@@ -59,7 +59,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
-from trainer.training.loss import LossWeighting, NonFiniteLossGuard
+from trainer.training.loss import NON_FINITE_ADVICE, LossWeighting, NonFiniteLossGuard
 from trainer.training.metrics import (
     LookupCounter,
     QuarantineReporter,
@@ -128,6 +128,7 @@ class Session:
         self.heartbeat = heartbeat or HeartbeatReporter()
         self.state = TrainState()
         self.origin = f"seed-{spec.training.seed}"  # what the state came from
+        self.has_skipped = False  # rows behind what was restored
         # First, as it takes seconds to start. On CPUs its work would only be in the way.
         self._reader_process = ReaderProcess(pin=True) if groups.device.type == "cuda" else None
         self._cluster = Cluster(**config.cluster) if config.cluster is not None else None
@@ -703,6 +704,7 @@ class Session:
                 is_best=is_best,
                 is_last=self.is_finished,
                 started_s=started_s,
+                beat=partial(self.heartbeat.enter, "checkpoint"),
             )
             if self.is_finished:
                 self._settle_best(self.checkpoints.settled_step)
@@ -710,7 +712,8 @@ class Session:
     def restore(self) -> None:
         """Start from the newest checkpoint, else from another job's, else from the seed.
 
-        Collective over all ranks. Rows that made the loss non-finite before count as done.
+        Collective over all ranks. Rows that made the loss non-finite before count as done; raises
+        `NonFiniteLoss` where these are all.
         """
         found = restore(self.spec, self.checkpoints, self.row_order, self.model, self.optimizers)
         if found is not None:
@@ -730,9 +733,12 @@ class Session:
         self.state.rows_skipped += after.rows_done(num_rows) - before.rows_done(num_rows)
         self.state.reached = after
         self.loss_guard.begin_at(after)
+        self.has_skipped = after != before
         planned_anew, self.total_steps = self.total_steps, self.planned_steps()
         if self.spec.training.max_steps is None:
             self.schedule_shift = planned_anew - self.total_steps
+        if self.has_skipped and self.is_finished and not self.state.rows_trained:
+            raise NonFiniteLoss(f"every row was left out, from the first on; {NON_FINITE_ADVICE}")
 
 
 def _format(values: dict[str, float]) -> str:

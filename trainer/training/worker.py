@@ -62,6 +62,8 @@ def train(session: Session) -> dict[str, float]:
         session.speed.restart()
         if not session.is_finished:
             _take_steps(session)
+        elif session.has_skipped:
+            _validate_and_save(session)
     finally:
         session.close()
     if session.is_finished:
@@ -78,27 +80,33 @@ def _take_steps(session: Session) -> None:
         session.checkpoints.poll()
         if session.is_report_step():
             session.report()
-        is_best = session.validate() if session.is_validation_step() else False
-        if session.is_finished and not session.is_report_step():
-            session.report()  # validation ended the run between two reports
-        is_save_due = session.is_checkpoint_step() or (
-            is_best and session.spec.checkpoint.keep_best
-        )
-        if is_save_due:
-            session.land_report()  # which may say that a stop is wanted: one save is enough
-        can_save = session.may_save and not session.saves.is_too_early
-        must_stop = session.is_asked_to_stop and can_save
-        if is_save_due or must_stop:
-            session.save_checkpoint(is_best)
-        if must_stop:
-            session.await_save()  # `close` gives up sooner
-            # Else the save failed: they train on until a report asks again.
-            must_stop = session.checkpoints.settled_step == session.state.step
-            session.is_asked_to_stop = must_stop
-        if must_stop:
-            leave_mark(session.config, AttemptDir.stopping_path)
-        if session.is_finished or must_stop:
+        if _validate_and_save(session):
             break
+
+
+def _validate_and_save(session: Session) -> bool:
+    """Do what is due behind a step; whether training ends with it."""
+    is_best = session.validate() if session.is_validation_step() else False
+    if session.is_finished and not session.is_report_step():
+        session.report()  # validation ended the run between two reports
+    is_save_due = session.is_checkpoint_step() or (is_best and session.spec.checkpoint.keep_best)
+    if is_save_due:
+        session.land_report()  # which may say that a stop is wanted: one save is enough
+    if session.is_finished:
+        session.save_checkpoint(is_best)
+        return True
+    can_save = session.may_save and not session.saves.is_too_early
+    must_stop = session.is_asked_to_stop and can_save
+    if is_save_due or must_stop:
+        session.save_checkpoint(is_best)
+    if must_stop:
+        session.await_save()  # `close` gives up sooner
+        # Else the save failed: they train on until a report asks again.
+        must_stop = session.checkpoints.settled_step == session.state.step
+        session.is_asked_to_stop = must_stop
+    if must_stop:
+        leave_mark(session.config, AttemptDir.stopping_path)
+    return must_stop
 
 
 def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float]:

@@ -166,14 +166,15 @@ def train_over_a_failed_best_save(
     return [(each.commit.step, each.commit.is_best, each.commit.best) for each in saved]
 
 
-def stop_slowly(config: WorkerConfig, save_s: float) -> tuple[list[int], int]:
-    """Train until a stop that is wanted from the start, whose save is slow.
+def stop_slowly(config: WorkerConfig, save_s: float, is_asked: bool) -> tuple[list[int], int]:
+    """Train to the end or to a stop that is wanted from the start, where the save is slow.
 
     Returns the steps saved, and how often the rank said meanwhile that it saves.
     """
     files = RunDir(config.run_dir).attempt(config.attempt_id)
     files.root.mkdir(parents=True)
-    requests.ask(files, requests.StopRequest(run_index=0, cause="request"))
+    if is_asked:
+        requests.ask(files, requests.StopRequest(run_index=0, cause="request"))
     _arm({"kind": "slow", "rank": 0, "step": 1, "arg": save_s})
     with patch.object(manager, "_BEAT_S", 0.1), patch.object(HeartbeatReporter, "enter") as enter:
         train_session(config)

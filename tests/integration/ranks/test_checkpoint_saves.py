@@ -124,12 +124,14 @@ def test_a_best_model_whose_save_failed_is_not_what_is_to_be_beaten(
     assert {best for step, _, best in first if step < 12} == {3.0}, "also where one was saved later"
 
 
-def test_a_stop_waits_for_its_save_longer_than_for_a_rank(
-    small_movielens: Path, tmp_path: Path
+@pytest.mark.parametrize(("is_asked", "step"), [(True, 6), (False, 8)])
+def test_a_stop_and_an_end_wait_for_their_save_longer_than_for_a_rank(
+    small_movielens: Path, tmp_path: Path, is_asked: bool, step: int
 ) -> None:
-    config = make_config(small_movielens, tmp_path, *ONE_RANK, "resources.collective_timeout_s=1")
-    ((steps, num_beats),) = run_ranks(stop_slowly, 1, config, 2.0)
-    assert steps == [6]
+    settings = ("resources.collective_timeout_s=1", "training.max_steps=8")
+    config = make_config(small_movielens, tmp_path, *ONE_RANK, *settings)
+    ((steps, num_beats),) = run_ranks(stop_slowly, 1, config, 2.0, is_asked)
+    assert steps == [step]
     assert num_beats > 5, "so that it does not count as hanging"
 
 

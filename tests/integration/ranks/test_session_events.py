@@ -62,9 +62,9 @@ QUARANTINE = (*TWO_COPIES, "training.epochs=1", "data.on_bad_rows=quarantine")
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=100", "data.split.validation=null")
 
 
-def run_into_nan(config: WorkerConfig) -> tuple[str, str]:
-    """The loop on a rank whose loss becomes NaN at step 13; reason and message of its end."""
-    os.environ[fault_injection.VARIABLE] = json.dumps([POISON])
+def run_into_nan(config: WorkerConfig, step: int = 13) -> tuple[str, str]:
+    """The loop on a rank whose loss becomes NaN at `step`; reason and message of its end."""
+    os.environ[fault_injection.VARIABLE] = json.dumps([POISON | {"step": step}])
     fault_injection.install(config, dist.get_rank())
     try:
         run_worker(config)
@@ -105,6 +105,43 @@ def test_a_nan_fails_the_job_or_costs_it_the_rows_since_the_last_finite_report(
         assert state.rows_skipped == 320
         assert state.position.rows_done(10**9) == 25 * 64 + 320
         assert state.rows_trained == 25 * 64
+
+
+def leave_out_all_that_is_left(config: WorkerConfig) -> tuple[str, str]:
+    """A NaN at step 5, and how the second life ends, which leaves out all rows that are left."""
+    assert run_into_nan(config, step=5)[0] == EndReason.ROWS_SKIPPED
+    again = next_run(config)
+    fault_injection.install(again, dist.get_rank())
+    try:
+        run_worker(again)
+    except failures.WorkerFailure as failure:
+        return failure.reason, failure.message
+    return "", ""
+
+
+@pytest.mark.parametrize("every_steps", [4, 100])
+def test_a_run_whose_last_rows_are_left_out_ends_with_a_validated_checkpoint_if_it_has_trained(
+    small_movielens: Path, tmp_path: Path, every_steps: int
+) -> None:
+    config = make_config(
+        small_movielens,
+        tmp_path,
+        *(*TWO_COPIES, "training.epochs=1", "data.batch_size=512"),
+        *(f"training.report_every_steps={every_steps}", f"checkpoint.every_steps={every_steps}"),
+        "training.on_non_finite=skip",
+    )
+    (end, _) = run_ranks(leave_out_all_that_is_left, 2, config, fresh=True)
+    saved = list_committed(RunDir(config.run_dir).checkpoints_dir)
+    completed = RunDir(config.run_dir).attempt(config.attempt_id).completed_path(1)
+    if every_steps == 4:
+        assert end == ("", "")
+        assert {each.commit.step for each in saved} == {4}
+        assert "validation/rmse" in saved[-1].commit.metrics
+        assert completed.exists()
+    else:
+        assert end[0] == EndReason.NON_FINITE
+        assert "every row was left out" in end[1]
+        assert not (saved or completed.exists())
 
 
 def run_into_nan_gradient(config: WorkerConfig, where: str) -> str:
@@ -397,6 +434,20 @@ def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_l
     assert not files.stopping_path(1).exists(), "the request was for the run before"
     num_rows = load_manifest(small_movielens).splits["train"].num_rows
     assert {rank["state"].rows_trained for rank in resumed} == {num_rows}
+
+
+def test_a_run_that_ends_as_it_is_asked_to_stop_has_completed(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        small_movielens, tmp_path, *SHORT, *TWO_COPIES, "training.report_every_steps=11"
+    )
+    files = RunDir(tmp_path).attempt(config.attempt_id)
+    files.root.mkdir(parents=True)
+    requests.ask(files, StopRequest(run_index=0, cause="request"))
+    run_ranks(run_worker, 2, config)
+    assert files.completed_path(0).exists()
+    assert not files.stopping_path(0).exists()
 
 
 def test_a_stop_comes_where_no_gradients_are_held_so_that_none_are_lost(

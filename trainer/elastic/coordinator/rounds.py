@@ -110,10 +110,6 @@ class OpenRound:
             for group in current
             if group.arrival.num_rows and group.arrival.train_s
         }
-        sums: dict[str, float] = defaultdict(float)
-        for name, value in (each for arrival in arrivals for each in arrival.sums.items()):
-            sums[name] += value
-        self.means = {name: total / weight for name, total in sums.items()} if weight else {}
         self.undecided = {group for group in groups if group.standing != "listening"}
         self.votes: dict[Group, Vote] = {}
         self.agreed_at: float | None = None
@@ -596,7 +592,7 @@ class SyncRounds:
         update = {
             "commit": ended.commit,
             "round": ended.number,
-            "metrics": self.ledger.metrics | self.report.metrics | ended.means,
+            "metrics": self.ledger.metrics | self.report.metrics,
             "quarantined": quarantined,
         }
         return self.ledger.model_copy(update=told | update)

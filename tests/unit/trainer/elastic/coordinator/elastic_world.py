@@ -183,7 +183,6 @@ class SimGroup:
                 report=Report(
                     has_finished=has_finished, validation_error=self.world.validation_error
                 ),
-                sums={"loss": 2.0 * self.num_rows},
             )
         )
 

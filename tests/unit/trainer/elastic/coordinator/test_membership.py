@@ -195,13 +195,12 @@ def test_a_ledger_of_other_data_fails_the_run():
     assert "the data has changed" in world.status.failure.message
 
 
-def test_groups_weigh_as_many_rows_as_they_trained_and_sums_become_means_per_row():
+def test_groups_weigh_as_many_rows_as_they_trained():
     world = running(commit=1)
     world.run_until(lambda: any(group.num_rows for group in world.lives()))
     world.run_to_commit(2)
     (opened,) = (each for each in world.rounds.values() if each.commit == 2)
     assert opened.weights == (4, 4, 4)
-    assert world.ledger.metrics == {"loss": 2.0}
 
 
 def test_a_refused_round_is_tried_again_with_the_same_rows():
@@ -973,21 +972,20 @@ def test_a_run_begins_from_the_most_commits_and_then_from_what_most_hold():
 
 
 @pytest.mark.parametrize(
-    ("weights", "expected", "loss"),
+    ("weights", "expected"),
     [
-        ((None, None), [4.0, 12.0], 2.0),
-        ((30.0, 2.0), [30.0, 2.0], 1.0),
+        ((None, None), [4.0, 12.0]),
+        ((30.0, 2.0), [30.0, 2.0]),
         # Both trained, if on rows that do not count: their copies must become equal again.
-        ((0.0, 0.0), [4e-9, 12e-9], 32.0 / 16e-9),
+        ((0.0, 0.0), [4e-9, 12e-9]),
     ],
 )
-def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss):
+def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected):
     groups = [group(0), group(1)]
     for each, num_rows, weight in zip(groups, (4, 12), weights, strict=True):
-        each.request = Arrive(commit=1, num_rows=num_rows, weight=weight, sums={"loss": 16.0})
+        each.request = Arrive(commit=1, num_rows=num_rows, weight=weight)
     opened = OpenRound(1, 1, 2, groups, {})
     assert opened.message_for(groups[0]).weights == pytest.approx(expected)
-    assert opened.means == pytest.approx({"loss": loss})
 
 
 def test_faster_groups_get_longer_leases_and_all_rows_are_trained(monkeypatch):

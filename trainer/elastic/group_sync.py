@@ -539,7 +539,6 @@ class GroupSync:
     def close(self) -> None:
         """Drop the process group, and stop copying and serving."""
         self._is_closed = True
-        self._thread.close()
         if self._await_verdict is None and self._delayed is None:
             self._drop_group()
         self._stop_listening()

@@ -27,10 +27,8 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +40,7 @@ from trainer.parallel.collectives import (
     Exchange,
     ReplicaCollectives,
     WorldReplicaGroup,
+    in_background,
     run_exchanges,
 )
 from trainer.parallel.mesh import form_groups, form_replica_levels
@@ -110,7 +109,7 @@ class Sync:
         """Begin anew from replicas that are equal: after a load, before training goes on."""
 
     def close(self) -> None:
-        """Remove the hooks and stop the thread, if any."""
+        """Remove the hooks, if any."""
 
 
 def exact_sync(spec: JobSpec, warn: Callable[[str], None]) -> SyncSpec:
@@ -240,8 +239,6 @@ class ReplicaSync(Sync):
     def close(self) -> None:
         if self._touched:
             self._touched.close()
-        if self._background:
-            self._background.close()
 
     def _defer(self, blocks: Iterable[Block], buffers: Buffers, num_steps: int) -> DeferredSync:
         assert self._background, "only a policy with a background defers means"
@@ -375,18 +372,21 @@ class SyncThread:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tasks: queue.Queue[tuple[Callable[[], None], Future[None]] | None] = queue.Queue()
-        if self._stream is None:
-            # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
-            threading.Thread(target=self._work, name="sync", daemon=True).start()
+        self._newest: Future[None] | None = None
 
     def submit(self, task: Callable[[], None]) -> Callable[[], None]:
         """Start `task`; the function returned waits for it and raises what it raised."""
         if self._stream is not None:
             return self._queue_on(self._stream, task)
-        done: Future[None] = Future()
-        self._tasks.put((task, done))
-        return done.result
+        before = self._newest
+
+        def run() -> None:
+            if before is not None:
+                wait([before])
+            task()
+
+        self._newest = in_background(run, "sync")
+        return self._newest.result
 
     @staticmethod
     def _queue_on(stream: torch.cuda.Stream, task: Callable[[], None]) -> Callable[[], None]:
@@ -394,21 +394,6 @@ class SyncThread:
         with torch.cuda.stream(stream):
             task()
         return lambda: torch.cuda.current_stream(stream.device).wait_stream(stream)
-
-    def _work(self) -> None:
-        while item := self._tasks.get():
-            task, done = item
-            try:
-                task()
-            except BaseException as error:  # whatever it is, the rank that waits must see it
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-            del item, task, done  # what the task was about may be large
-
-    def close(self) -> None:
-        """End the thread once all tasks are done."""
-        self._tasks.put(None)
 
 
 class PendingSync:

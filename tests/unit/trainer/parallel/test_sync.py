@@ -270,7 +270,6 @@ def test_no_portion_is_formed_after_one_that_failed() -> None:
         deferred.land()
     assert pending.form_means.call_count == 2
     pending.land.assert_not_called()
-    background.close()
 
 
 @patch.object(torch.cuda, "set_device")

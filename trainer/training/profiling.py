@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
@@ -51,7 +51,6 @@ from trainer.parallel.sync import SyncReport
 from trainer.protocol import events
 from trainer.protocol.events import PHASES, Phase
 from trainer.protocol.run_dir import AttemptDir
-from trainer.spec.base import SpecError, problems_of
 
 logger = logging.getLogger(__name__)
 # In these a rank waits for no other, so that they show which rank has more to do.
@@ -393,7 +392,7 @@ class Tracer:
         try:
             request = TraceRequest.model_validate_json(text)
         except ValidationError as error:
-            self._refuse(path, error)
+            logger.warning("the request in %s is refused: %s", path.name, error)
             return
         if self._rank not in request.ranks:
             return
@@ -437,7 +436,9 @@ class Tracer:
             try:
                 size_bytes = _write(recording.profiler, path)
             except OSError as error:
-                self._report("error", f"trace {path.name} cannot be written: {error}")
+                message = f"trace {path.name} cannot be written: {error}"
+                logger.warning("%s", message)
+                self._emit(events.Note(time=time.time(), level="error", message=message))
                 return
         self._emit(
             events.TraceWritten(
@@ -449,18 +450,6 @@ class Tracer:
                 size_bytes=size_bytes,
             )
         )
-
-    def _refuse(self, path: Path, error: ValidationError) -> None:
-        if self._rank != 0:
-            return
-        with suppress(OSError):
-            path.unlink()
-        faults = SpecError(problems_of(error.errors(include_url=False)))
-        self._report("warning", f"the request for a trace is refused and removed: {faults}")
-
-    def _report(self, level: Literal["warning", "error"], message: str) -> None:
-        logger.warning("%s", message)
-        self._emit(events.Note(time=time.time(), level=level, message=message))
 
 
 def _write(profiler: profile, path: Path) -> int:

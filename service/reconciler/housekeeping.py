@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
+import threading
 from collections.abc import Callable
 from functools import partial
 
 from service.db.auth import KeyStore
+from service.db.engine import write_in_background
 from service.db.jobs import JobStore
 from service.db.metrics import prune
 from service.db.sweeps import SweepStore
@@ -20,6 +21,7 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 _INTERVAL_S = 60.0
+_CLOSE_S = 2.0
 # Files are looked at in all run folders.
 _FILES_INTERVAL_S = 3600.0
 _DAY_S = 86_400.0
@@ -39,38 +41,46 @@ class Housekeeper:
         self._store = store
         self._settings = settings
         self._clock = clock
-        self._next_at = clock() + _INTERVAL_S
         self._files_at = clock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="housekeeping", daemon=True)
 
-    def take_due(self) -> bool:
-        """Whether it is time to `run`; not again until a minute after that run."""
-        is_due = self._clock() >= self._next_at
-        if is_due:
-            self._next_at = math.inf
-        return is_due
+    def start(self) -> None:
+        """Begin to run once a minute, in a thread of its own: storage may hang."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Run no more; what is cut off is found again."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+
+    def _serve(self) -> None:
+        write_in_background()
+        while not self._closing.wait(_INTERVAL_S):
+            try:
+                self.run()
+            except Exception:  # left for the next time
+                logger.exception("cannot finish housekeeping, trying again")
 
     def run(self) -> None:
         """Delete what is due; what fails is left for the next time."""
         store, settings, now = self._store, self._settings, self._clock()
         days, max_points = settings.metric_retention_days, settings.metric_max_points_per_series
-        try:
-            prune_due = partial(prune, store.engine, days=days, max_points=max_points, now=now)
-            self._remove("metric points", prune_due)
-            if now >= self._files_at:
-                self._files_at = now + _FILES_INTERVAL_S
-                orphans = partial(KeyStore(store.engine).forget_orphans, now - _ORPHAN_AGE_S)
-                self._remove("secrets of no job", orphans)
-                deliveries = partial(
-                    WebhookStore(store.engine).prune, now - _DELIVERY_DAYS * _DAY_S
-                )
-                self._remove("deliveries of webhooks", deliveries)
-                old_code = partial(remove_old_code, settings, now, self._named_code)
-                self._remove("uploads of code", old_code)
-                self._remove("exports", partial(remove_old_exports, settings, now))
-                self._remove("deleted exports", partial(remove_all_deleted, settings))
-                self._remove("deleted jobs", partial(finish_deletions, store, settings))
-        finally:
-            self._next_at = self._clock() + _INTERVAL_S
+        prune_due = partial(prune, store.engine, days=days, max_points=max_points, now=now)
+        self._remove("metric points", prune_due)
+        if now < self._files_at:
+            return
+        self._files_at = now + _FILES_INTERVAL_S
+        orphans = partial(KeyStore(store.engine).forget_orphans, now - _ORPHAN_AGE_S)
+        self._remove("secrets of no job", orphans)
+        deliveries = partial(WebhookStore(store.engine).prune, now - _DELIVERY_DAYS * _DAY_S)
+        self._remove("deliveries of webhooks", deliveries)
+        old_code = partial(remove_old_code, settings, now, self._named_code)
+        self._remove("uploads of code", old_code)
+        self._remove("exports", partial(remove_old_exports, settings, now))
+        self._remove("deleted exports", partial(remove_all_deleted, settings))
+        self._remove("deleted jobs", partial(finish_deletions, store, settings))
 
     def _remove(self, what: str, remove: Callable[[], int | None]) -> None:
         try:

@@ -125,8 +125,6 @@ NUM_THREADS = 8
 _NUM_URGENT_THREADS = 4
 # A pass takes far less where the database and the cluster answer.
 _SCHEDULING_S = 0.2
-# What is cut off is found again.
-_APART_S = 2.0
 
 
 class Reconciler:
@@ -181,7 +179,6 @@ class Reconciler:
         self._hurried: set[str] = set()
         self._scheduler = executor(1, "schedule")
         self._late: Future[list[Job] | None] | None = None
-        self._apart: list[threading.Thread] = []
         self.dispatched_at = clock()
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
 
@@ -190,6 +187,7 @@ class Reconciler:
     def start(self) -> None:
         """Begin to reconcile, now and at every interval."""
         self._thread.start()
+        self._housekeeper.start()
 
     def wake(self) -> None:
         """Schedule, and reconcile the jobs that were written, now instead of at the interval."""
@@ -211,8 +209,7 @@ class Reconciler:
         for executor in (self._scheduler, *others):
             executor.shutdown(cancel_futures=True)
         self._queue.close()
-        for thread in self._apart:
-            thread.join(_APART_S)
+        self._housekeeper.close()
         try:
             self._store.release_leases(self._settings.replica_id)
         except StoreUnavailable as error:
@@ -268,8 +265,6 @@ class Reconciler:
                 late = self._pools["shared"].submit(self._settle, job_id, index)
                 self._busy[name] = late
                 late.add_done_callback(partial(self._release, name))
-        if self._housekeeper.take_due():
-            self._run_apart("housekeeping", self._housekeeper.run)
 
     def _settle(self, job_id: str, index: int) -> None:
         """Take the late records of an attempt; then nobody asks the backend for it any more."""
@@ -278,20 +273,6 @@ class Reconciler:
                 self._backend.forget(attempt_id(job_id, index))
             except BackendUnreachable as error:  # which then keeps it
                 logger.info("attempt %s: not forgotten: %s", attempt_id(job_id, index), error)
-
-    def _run_apart(self, what: str, work: Callable[[], None]) -> None:
-        """Begin what goes through all of run storage: it may take hours, or hang."""
-
-        def run() -> None:
-            write_in_background()
-            try:
-                work()
-            except Exception as error:  # left for the next time
-                _log_error(f"cannot finish {what}", error)
-
-        self._apart = [thread for thread in self._apart if thread.is_alive()]
-        self._apart.append(threading.Thread(target=run, name=what, daemon=True))
-        self._apart[-1].start()
 
     def _schedule(self) -> list[Job] | None:
         """Let the queue be scheduled; the live jobs as that left them, so that what starts is

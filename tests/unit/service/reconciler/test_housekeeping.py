@@ -18,6 +18,7 @@ from service.settings import Settings
 from tests.harness.builders import NOW, batch, metrics, queued_job
 from tests.harness.databases import store_attempt
 from tests.harness.service import House
+from tests.harness.wait import scaled
 
 
 def _running(house: House) -> Job:
@@ -51,21 +52,45 @@ def test_a_service_on_sqlite_goes_on_with_its_jobs_when_it_starts_again() -> Non
     assert on_postgresql.replica_id != Settings(database_url="postgresql://host/name").replica_id
 
 
-def test_points_are_thinned_once_a_minute(house: House) -> None:
+def test_points_beyond_the_limit_are_thinned(house: House) -> None:
     job = _running(house)
     records = [metrics(step, train_loss=1.0) for step in range(201)]
     house.store.append_events(f"{job.id}-a0", batch(*records), NOW)
     settings = house.settings.model_copy(update={"metric_max_points_per_series": 200})
-    keeper = Housekeeper(house.store, settings, lambda: house.now)
-    due = []
-    for _ in range(6):
-        due.append(keeper.take_due())
-        if len(due) == 4:
-            keeper.run()
-        house.now += 30.0
-    # Not while the run that is due has not ended, and not within a minute after it.
-    assert due == [False, False, True, False, False, True]
+    Housekeeper(house.store, settings, lambda: house.now).run()
     assert len(house.store.metric_points(job.id, "train/loss")) == 151
+
+
+def test_a_run_comes_a_minute_after_the_one_before_whether_that_failed_or_not(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[object] = []
+    keeper = Housekeeper(store, Settings(), lambda: NOW)
+
+    def wait(timeout_s: float) -> bool:
+        told.append(timeout_s)
+        return told.count("run") == 2
+
+    def fail(*_: object, **__: object) -> None:
+        told.append("run")
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(keeper._closing, "wait", wait)
+    monkeypatch.setattr(housekeeping, "prune", fail)
+    keeper.start()
+    keeper._thread.join(scaled(20))
+    assert told == [60.0, "run", 60.0, "run", 60.0]
+    assert caplog.text.count("cannot finish housekeeping, trying again") == 2
+
+
+def test_closing_ends_the_minute_between_two_runs(
+    store: JobStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = Housekeeper(store, Settings(), lambda: NOW)
+    keeper.start()
+    keeper._closing.set()
+    keeper._thread.join(scaled(20))
+    assert not keeper._thread.is_alive() and caplog.text == ""
 
 
 def test_a_database_that_is_away_is_tidied_up_later(

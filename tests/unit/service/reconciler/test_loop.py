@@ -553,9 +553,9 @@ def test_a_service_stops_while_housekeeping_hangs_on_storage(
         release.wait(scaled(60))
 
     monkeypatch.setattr(housekeeping, "finish_deletions", hang)
-    monkeypatch.setattr(loop, "_APART_S", 0.01)
+    monkeypatch.setattr(housekeeping, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(housekeeping, "_CLOSE_S", 0.01)
     reconciler = house.reconciler()
-    house.now += 60.0
     reconciler.start()
     try:
         assert begun.wait(scaled(10))

@@ -21,14 +21,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.models.sparse import SparseArch
 from trainer.parallel.optimizer import fused_optimizer_params
-from trainer.parallel.planner import (
-    Bandwidths,
-    PlanError,
-    group_plan_of,
-    plan_group,
-    table_constraints,
-    topology_of,
-)
+from trainer.parallel.planner import Bandwidths, PlanError, group_plan_of, plan_group
 from trainer.parallel.sharding import sharders
 from trainer.spec.job import JobSpec
 
@@ -63,22 +56,22 @@ def group_plan(
     spec: JobSpec, topology: GroupTopology, model: SparseArch | None = None
 ) -> GroupPlan:
     """The plan of one sharding group, or why there is none; `model` has the tables of the spec."""
-    kept = 1 - spec.parallelism.planner.storage_reservation
-    usable = int(topology.memory_bytes * kept), int(topology.host_memory_bytes * kept)
     links = Bandwidths.of(
         topology.memory_bytes_per_s,
         topology.intra_host_bytes_per_s,
         topology.inter_host_bytes_per_s,
     )
-    size, per_host, device = topology.shard_group_size, topology.ranks_per_host, topology.device
+    size = topology.shard_group_size
     try:
-        constraints = table_constraints(spec, per_host, device)
         plan = plan_group(
             model or tables_of(spec),
             spec,
             sharders(spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)),
-            topology_of(size, per_host, device, usable, links),
-            constraints,
+            size,
+            topology.ranks_per_host,
+            topology.device,
+            (topology.memory_bytes, topology.host_memory_bytes),
+            links,
         )
     except PlanError as error:
         return GroupPlan(obstacle=str(error))

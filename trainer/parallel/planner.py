@@ -141,30 +141,27 @@ def make_plan(
 
     `cluster` is what is known of the hosts. Raises `PlanError` on every rank.
     """
-    planner_spec = spec.parallelism.planner
     bandwidths = None
-    if planner_spec.bandwidths == "measured":
+    if spec.parallelism.planner.bandwidths == "measured":
         if spec.parallelism.failure_domain == "job":
             bandwidths = measure_bandwidths(groups)
         elif cluster is not None:
             bandwidths = Bandwidths.of(cluster.hbm_bytes_per_s, *cluster.host_links)
     device_bytes, host_bytes = least_memory_bytes(groups)
     device_bytes = spec.resources.memory_bytes_per_worker or device_bytes
-    usable_bytes, usable_host_bytes = (
-        int(each * (1 - planner_spec.storage_reservation)) for each in (device_bytes, host_bytes)
-    )
-    constraints = table_constraints(spec, groups.ranks_per_host, groups.device.type)
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
-        topology = topology_of(
-            groups.layout.shard_group_size,
-            groups.ranks_per_host,
-            groups.device.type,
-            (usable_bytes, usable_host_bytes),
-            bandwidths,
-        )
         try:
-            answer[0] = plan_group(model, spec, table_sharders, topology, constraints)
+            answer[0] = plan_group(
+                model,
+                spec,
+                table_sharders,
+                groups.layout.shard_group_size,
+                groups.ranks_per_host,
+                groups.device.type,
+                (device_bytes, host_bytes),
+                bandwidths,
+            )
         except PlanError as error:  # the other ranks wait for an answer
             answer[0] = str(error)
     dist.broadcast_object_list(answer, src=0, group=groups.global_group)
@@ -180,19 +177,28 @@ def plan_group(
     model: nn.Module,
     spec: JobSpec,
     table_sharders: list[ModuleSharder[nn.Module]],
-    topology: Topology,
-    constraints: Constraints,
+    size: int,
+    ranks_per_host: int | None,
+    device_type: str,
+    memory_bytes: tuple[int, int],
+    bandwidths: Bandwidths | None,
 ) -> ShardingPlan:
-    """TorchRec's plan of one sharding group on `topology`; raises `PlanError`, whatever failed.
+    """TorchRec's plan of one sharding group; raises `PlanError`, whatever failed.
+
+    `memory_bytes` are each worker's, of its device and of its host: the spec says how much of them
+    tables may take. For the other arguments see `topology_of`.
 
     Its search takes time like shards x tables, minutes from some hundred tables on. Beyond
     `_MAX_SEARCH` of them each table has the one way that `narrowed` gives it, and TorchRec places
     them.
     """
-    storage = topology.devices[0].storage
-    usable_bytes = storage.ddr if topology.compute_device == "cpu" else storage.hbm
-    size = topology.world_size
+    kept = 1 - spec.parallelism.planner.storage_reservation
+    usable_bytes, host_bytes = (int(each * kept) for each in memory_bytes)
+    constraints = table_constraints(spec, ranks_per_host, device_type)
     try:
+        topology = topology_of(
+            size, ranks_per_host, device_type, (usable_bytes, host_bytes), bandwidths
+        )
         if _num_shards(constraints, size) * len(constraints) <= _MAX_SEARCH:
             found = proposers(constraints)
             return _search(model, spec, table_sharders, topology, constraints, found)

@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
@@ -22,7 +22,6 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from pydantic_core import to_json
 
 from service.api.deps import Context
-from service.api.views import progress_of
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Job, JobStatus, attempt_id
 from service.errors import AttemptNotFound, LogNotFound, ServiceError
@@ -36,7 +35,7 @@ from service.jobs.logs import (
     tail_position,
 )
 from service.jobs.run_storage import run_dir_of
-from service.schemas.jobs import LogLine, ProgressOut
+from service.schemas.jobs import LogLine
 from service.settings import Settings
 from service.storage import in_time
 from trainer.protocol.run_dir import AttemptDir
@@ -108,13 +107,11 @@ async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIte
 
 @dataclass
 class TimelineFollower:
-    """Follows a job's timeline behind line `after`, and its progress where that is wanted."""
+    """Follows a job's timeline behind line `after`."""
 
     store: JobStore
     job_id: str
     after: int
-    with_progress: bool = False
-    _shown: ProgressOut | None = field(default=None, init=False)
 
     def poll(self) -> StreamBatch:
         """New lines; ended when the job has ended and the last poll found nothing."""
@@ -123,16 +120,7 @@ class TimelineFollower:
         lines = self.store.list_timeline(job.id, after=self.after, limit=_MAX_LINES)
         items = [_event("timeline", str(line.id), line) for line in lines]
         self.after = lines[-1].id if lines else self.after
-        items += self._progress(job)
         return StreamBatch(items, job.status if job.status.is_terminal and not items else None)
-
-    def _progress(self, job: Job) -> list[bytes]:
-        """How far the job is, if that is new; it has the cursor of the line before it."""
-        progress = progress_of(job.progress, job.status)
-        if not self.with_progress or progress == self._shown:
-            return []
-        self._shown = progress
-        return [_event("progress", str(self.after), progress)]
 
 
 @dataclass

@@ -157,9 +157,6 @@ def list_events(
         list[str] | None,
         Query(alias="kind", max_length=MAX_KINDS, description="Only these, on pages."),
     ] = None,
-    progress: Annotated[
-        bool, Query(description="Let a stream tell progress as well, in `progress` events.")
-    ] = False,
     last_event_id: Annotated[
         int | None,
         Header(alias="Last-Event-ID", ge=0, le=MAX_INTEGER, description=_RESUME),
@@ -168,7 +165,7 @@ def list_events(
     """Lines in order. A stream ends with an `end` event once the job has ended."""
     if is_stream:
         start = after if last_event_id is None else last_event_id
-        follower = TimelineFollower(context.store, job.id, start, with_progress=progress)
+        follower = TimelineFollower(context.store, job.id, start)
         return stream(follower.poll, context)
     lines = context.store.list_timeline(job.id, after=after, limit=limit + 1, kinds=kinds or ())
     return Page.of(lines, limit, lambda line: line)

@@ -451,12 +451,3 @@ def test_a_job_that_does_not_run_has_no_time_left() -> None:
     assert progress_of(found, JobStatus.RUNNING).eta_s == 9.0
     for status in (JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.FAILED):
         assert progress_of(found, status).eta_s is None
-
-
-def test_a_stream_tells_progress_if_asked(api: Api, halfway: str) -> None:
-    api.http.post(f"/v1/jobs/{halfway}:cancel")
-    api.poll(3)
-    assert {event.event for event in api.follow(f"{halfway}/events")} == {"timeline", "end"}
-    *lines, told, _ = api.follow(f"{halfway}/events", progress=True)
-    assert (told.event, json.loads(told.data)["percent"]) == ("progress", 25.0)
-    assert (lines[-1].event, told.id) == ("timeline", lines[-1].id)

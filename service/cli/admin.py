@@ -208,11 +208,7 @@ def _audit_table(lines: list[AuditRecord]) -> Table:
 # ---- the database
 
 
-def migrate(
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit with 1 if the database is behind.")
-    ] = False,
-) -> None:
+def migrate() -> None:
     """Bring the service's database to this version; run it where SHARDLOOM_DATABASE_URL is set.
 
     Several at once wait for the first. The service does the same when it starts.
@@ -220,7 +216,7 @@ def migrate(
     # It opens the database, which needs what the CLI itself does not import.
     from service.db.migrate import main
 
-    raise typer.Exit(main(check=check))
+    raise typer.Exit(main())
 
 
 # ---- projects

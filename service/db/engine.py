@@ -387,11 +387,5 @@ def newest_revision() -> str:
     return head
 
 
-def knows_revision(revision: str) -> bool:
-    """Whether this version of the service has a migration to `revision`."""
-    known = ScriptDirectory.from_config(migration_config()).walk_revisions()
-    return revision in {each.revision for each in known}
-
-
 def stored_revision(connection: Connection) -> str | None:
     return MigrationContext.configure(connection).get_current_revision()

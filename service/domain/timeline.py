@@ -45,7 +45,6 @@ class ServiceEvent(StrEnum):
     RESIZE_REQUESTED = "resize_requested", "A user wants another number of workers."
     DRAIN_REQUESTED = "drain_requested", "A user wants the workers off a host, or back on it."
     TRACE_REQUESTED = "trace_requested", "A user wants a trace of the next steps."
-    TRACE_WITHDRAWN = "trace_withdrawn", "The request for a trace could not reach the workers."
     PREEMPTION_REQUESTED = "preemption_requested", "The job is to make way for another one."
     PREEMPTING = "preempting", "Another job makes way for this one."
 
@@ -342,7 +341,7 @@ def _size(num_bytes: int) -> str:
 
 
 # Profiler traces: kinds of their events.
-REQUESTED, WITHDRAWN = ServiceEvent.TRACE_REQUESTED.value, ServiceEvent.TRACE_WITHDRAWN.value
+REQUESTED = ServiceEvent.TRACE_REQUESTED.value
 WRITTEN = "trace_written"
 # Other names are refused before they become part of a path.
 _NAME_PATTERN = re.compile(r"(spec|t-[0-9a-f]{8})-rank(0|[1-9]\d{0,5})\.json\.gz")

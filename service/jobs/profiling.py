@@ -15,12 +15,10 @@ from typing import IO, Any, Unpack
 from service.db.jobs import JobStore
 from service.domain.lifecycle import Decision
 from service.domain.models import Job, JobStatus, TimelineEvent
-from service.domain.timeline import _NAME_PATTERN, REQUESTED, WITHDRAWN, WRITTEN, Trace, traces_of
+from service.domain.timeline import _NAME_PATTERN, REQUESTED, WRITTEN, Trace, traces_of
 from service.errors import (
     InvalidRequest,
     JobNotRunning,
-    StaleVersion,
-    StorageUnavailable,
     TraceNotFound,
     TracePending,
     reaching_storage,
@@ -56,36 +54,22 @@ def request_trace(
     document: dict[str, Any] = {"id": trace_id, "num_steps": num_steps, "ranks": chosen}
     run_dir = run_dir_of(settings, job_id)
 
-    def told(job: Job, actor: str, kind: str, message: str) -> Decision:
-        attempt_id, now = job.current_attempt_id, time.time()
-        event = TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, document)
-        return Decision(job, None, timeline=(event,))
-
     def ask(job: Job, actor: str) -> Decision:
-        attempt_id = _traced_attempt(job, ranks)
-        _check_nothing_pending(_read_lines(store, job_id), attempt_id, time.time())
+        attempt_id, now = _traced_attempt(job, ranks), time.time()
+        _check_nothing_pending(_read_lines(store, job_id), attempt_id, now)
         folder = run_dir.attempt(attempt_id).root
         with reaching_storage(), open_folder(folder, run_dir.runs_dir, make=True):
             pass  # Or there would be a line of what nobody is told.
-        shown = ", ".join(map(str, chosen))
+        message = f"trace of {num_steps} step(s) on rank(s) {', '.join(map(str, chosen))} requested"
+        event = TimelineEvent(0, job.id, attempt_id, now, REQUESTED, message, actor, document)
         # The version of the job lets one of two requests through, and a stopping job none.
-        message = f"trace of {num_steps} step(s) on rank(s) {shown} requested"
-        return told(job, actor, REQUESTED, message)
-
-    def withdraw(job: Job, actor: str) -> Decision:
-        message = f"the trace {trace_id} is withdrawn: its request cannot be written"
-        return told(job, actor, WITHDRAWN, message)
+        return Decision(job, None, timeline=(event,))
 
     asked = change_job(store, job_id, ask, **by)
     assert asked.current_attempt_id is not None
-    try:
+    with reaching_storage():
         path = run_dir.attempt(asked.current_attempt_id).trace_request_path
         write_json(path, document, run_dir.runs_dir)
-    except OSError as error:
-        # The next one need not wait for it then. Where others keep writing the job it does.
-        with contextlib.suppress(StaleVersion):
-            change_job(store, job_id, withdraw, "service")
-        raise StorageUnavailable(str(error)) from error
     return asked.current_attempt_id, document
 
 
@@ -108,8 +92,6 @@ def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now:
     if request is None or now - request.time > PATIENCE_S:
         return
     data: dict[str, Any] = request.data
-    if any(line.kind == WITHDRAWN and line.data["id"] == data["id"] for line in own):
-        return
     names = {trace_name(data["id"], rank) for rank in data["ranks"]}
     if missing := names - {trace.name for trace in traces_of(own)}:
         raise TracePending(data["id"], sorted(missing))
@@ -139,5 +121,5 @@ def find_trace(
 
 
 def _read_lines(store: JobStore, job_id: str) -> list[TimelineEvent]:
-    kinds = (REQUESTED, WRITTEN, WITHDRAWN)
+    kinds = (REQUESTED, WRITTEN)
     return store.list_timeline(job_id, kinds=kinds, limit=_MAX_LINES, newest=True)

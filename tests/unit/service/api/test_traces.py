@@ -153,15 +153,13 @@ def test_storage_that_cannot_be_written_is_named(api: Api, job_id: str) -> None:
     assert api.store.list_timeline(job_id, kinds=["trace_requested"]) == []
 
 
-def test_a_request_that_cannot_be_placed_is_withdrawn(api: Api, job_id: str) -> None:
+def test_a_request_that_cannot_be_placed_is_refused_and_leaves_no_draft(
+    api: Api, job_id: str
+) -> None:
     path = api.files(job_id).trace_request_path
     path.mkdir()
     problem_in(ask(api, job_id), 503, "storage_unavailable")
     assert [found.name for found in path.parent.glob("trace-request*")] == [path.name]
-    asked, withdrawn = api.store.list_timeline(job_id, kinds=["trace_requested", "trace_withdrawn"])
-    assert withdrawn.data["id"] == asked.data["id"]
-    path.rmdir()
-    assert ask(api, job_id).status_code == 202
 
 
 # ---- listing and downloading

@@ -25,9 +25,13 @@ class ColumnError(DataError):
 
 def missing_column(place: object, name: str, columns: Collection[str]) -> str:
     """That `place`, which has `columns`, has none of this name, and which is nearest to it."""
-    nearest = difflib.get_close_matches(name, columns, n=1)
-    guess = f" (did you mean '{nearest[0]}'?)" if nearest else ""
-    return f"{place} has no column '{name}'{guess}; it has {', '.join(columns)}"
+    return f"{place} has no column '{name}'{guess(name, columns)}; it has {', '.join(columns)}"
+
+
+def guess(name: str, known: Collection[str]) -> str:
+    """Which of the known names may have been meant, in words; nothing where none is like it."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean '{nearest[0]}'?)" if nearest else ""
 
 
 class BadValueError(DataError):

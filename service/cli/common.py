@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from service.client import errors
-from service.client.client import ShardloomClient
+from service.client.client import ShardloomClient, absolute_data_path
 from service.client.transport import RetryPolicy
 from service.domain.models import JobStatus
 from service.local.state import StackError
@@ -198,29 +197,6 @@ def read_spec(source: str, overrides: Sequence[str] | None) -> dict[str, Any]:
         raise SpecError([FieldProblem("spec", "type", message)])
     changed: dict[str, Any] = absolute_data_path(apply_overrides(document, overrides or ()))
     return changed
-
-
-def absolute_data_path(document: Any) -> Any:
-    """The document, or values by dotted path, with a relative `data.path` made absolute.
-
-    The service and its workers run in folders of their own.
-    """
-    if not isinstance(document, dict):
-        return document
-    data, changes = document.get("data"), {}
-    if "data.path" in document:
-        changes["data.path"] = _absolute(document["data.path"])
-    if isinstance(data, dict) and "path" in data:
-        changes["data"] = {**data, "path": _absolute(data["path"])}
-    return document | changes
-
-
-def _absolute(path: Any) -> Any:
-    """URLs, and what is no path, stay as they are."""
-    if not isinstance(path, str) or not path or "://" in path:
-        return path
-    # Unlike that of pathlib it leaves a user that is not known.
-    return os.path.normpath(Path.cwd() / os.path.expanduser(path))  # noqa: PTH111
 
 
 def exit_code_of(status: JobStatus) -> int:

@@ -24,7 +24,6 @@ from service.cli.common import (
     JsonOption,
     SetOption,
     YesOption,
-    absolute_data_path,
     console,
     print_answer,
     print_json,
@@ -39,6 +38,7 @@ from service.cli.render import (
     metrics_table,
 )
 from service.cli.submit import ForceOption, SecretOption, read_secrets
+from service.client.client import absolute_data_path
 from service.domain.models import JobStatus
 from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, ResizeRequestOut

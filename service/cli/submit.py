@@ -279,7 +279,7 @@ def _print_submitted(job: JobDetail, *, as_json: bool) -> None:
     # Only the id goes to standard output, so that scripts can take it from there.
     hint = f"has ended: {job.message or job.status.value}"
     if not job.status.is_terminal:
-        hint = f"is submitted; `shardloom follow {job.id}` shows it at work"
+        hint = f"is submitted; `shardloom follow {job.id}` shows what comes of it"
     print_line(job, job.id, f"{job.name} {hint}", as_json=as_json)
 
 

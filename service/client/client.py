@@ -136,7 +136,9 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         try:
             params = JobFilter(**filters).params
         except ValidationError as error:
-            raise refusal("the filters of a list of jobs", problems_of(error.errors())) from None
+            raise refusal(
+                "the filters of a list of jobs", problems_of(error.errors(), JobFilter)
+            ) from None
         return self._get("/v1/jobs", Page[JobSummary], {"limit": limit, **params})
 
     def iter_jobs(self, **filters: Any) -> Iterator[JobSummary]:
@@ -398,8 +400,32 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 def _document(spec: Spec) -> dict[str, Any]:
     """The spec as it is sent; raises `SpecError` for a file that holds no valid one."""
     if isinstance(spec, os.PathLike | str):
-        spec = load_spec(Path(spec).read_text())
+        found = load_spec(Path(spec).read_text()).model_dump(mode="json")
+        return dict(absolute_data_path(found))
     return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
+
+
+def absolute_data_path(document: Any) -> Any:
+    """The document, or values by dotted path, with a relative `data.path` made absolute.
+
+    The service and its workers run in folders of their own.
+    """
+    if not isinstance(document, dict):
+        return document
+    data, changes = document.get("data"), {}
+    if "data.path" in document:
+        changes["data.path"] = _absolute(document["data.path"])
+    if isinstance(data, dict) and "path" in data:
+        changes["data"] = {**data, "path": _absolute(data["path"])}
+    return document | changes
+
+
+def _absolute(path: Any) -> Any:
+    """URLs, and what is no path, stay as they are."""
+    if not isinstance(path, str) or not path or "://" in path:
+        return path
+    # Unlike that of pathlib it leaves a user that is not known.
+    return os.path.normpath(Path.cwd() / os.path.expanduser(path))  # noqa: PTH111
 
 
 def _if_match(version: int | None) -> dict[str, str]:

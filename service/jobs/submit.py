@@ -121,7 +121,11 @@ def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | Non
     try:
         found = _read_manifest(manifest)
     except FileNotFoundError:
-        message = f"{manifest} is missing, so the folder was never finished; {again}"
+        message = (
+            f"{manifest.parent} has neither Parquet files in {spec.data.split.train} nor a "
+            f"{_MANIFEST_NAME}; where the files lie in it itself, set data.split.train to '.'; "
+            "where `shardloom data prepare` was to make it, let that finish"
+        )
         return FieldProblem("data.path", "missing_manifest", message)
     except ValidationError as error:
         message = f"{manifest} is no manifest ({error.errors()[0]['msg']}); {again}"

@@ -47,10 +47,10 @@ class ParameterSpec(RequestModel):
                 raise problem("bounds", f"whole numbers must be at most {MAX_INTEGER}")
             # The difference of two finite numbers need not be finite, but is what is drawn from.
             if not (self.low < self.high and math.isfinite(self.high - self.low)):
-                message = "must be below high, and their difference finite"
+                message = f"of {self.path} must be below high, and their difference finite"
                 raise problem("bounds", message, "low")
             if self.log and self.low <= 0:
-                raise problem("bounds", "must be above 0 with log", "low")
+                raise problem("bounds", f"of {self.path} must be above 0 with log", "low")
         return self
 
     @property

@@ -79,7 +79,7 @@ class ParquetSource:
             each.num_values.get(name, each.num_rows) for each in contents for name in self.columns
         )
         if not self.num_rows:
-            raise TooFewRowsError(f"{folder} holds no rows; prepare the data again")
+            raise TooFewRowsError(f"{folder} holds no rows; mend the data, or data.split")
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("_pool", "_footer_of")}

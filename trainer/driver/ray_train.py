@@ -76,7 +76,8 @@ def _classify_rank(rank: int, error: Exception) -> Failure:
         message, evidence = f"rank {rank}: {error.message}", place | error.evidence
         return Failure(error.reason, message, evidence=evidence, blamed_host=error.blamed_host)
     if isinstance(error, RayError | RayTrainError):
-        return _death(error, f"rank {rank} was lost: {first_line(error)}", place)
+        cause = getattr(error, "health_check_failure", error)  # around which Ray tells of its actor
+        return _death(error, f"rank {rank} was lost: {first_line(cause)}", place)
     evidence = place | failures.evidence_of(error)
     message = f"rank {rank}: {type(error).__name__}: {error}"
     return Failure(failures.reason_of(error), message, evidence=evidence)

@@ -346,7 +346,9 @@ def _reason(need: Need, choice: Choice) -> str:
 def _size_reason(need: Need, choice: Choice) -> str:
     size = choice.layout.shard_group_size
     if need.shard_group_size is not None:
-        return f"L={size} was given"
+        return f"parallelism.shard_group_size is {size}"
+    if need.max_workers == 1:
+        return "there is one worker"
     if choice.layout.num_replicas == 1:
         return "fewer workers than these hold no whole copy of the tables, or leave some out"
     if choice.layout.placement == "inter_host":
@@ -371,7 +373,7 @@ def _placement_reason(need: Need, choice: Choice) -> str:
         lost = "any host is" if number == 1 else f"any {number} hosts are"
         return f"{layout.placement}, so a whole copy trains on when {lost} lost"
     if need.placement is not None:
-        return f"{layout.placement} was given"
+        return f"parallelism.placement is {layout.placement}"
     if choice.are_syncs_local:
         return f"{layout.placement}, so a sync stays inside a host"
     if choice.are_lookups_local:

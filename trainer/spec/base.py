@@ -6,7 +6,7 @@ Problems name the path of the field as users write it, a stable code and a messa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 from urllib.parse import urlsplit
@@ -24,6 +24,8 @@ from pydantic import (
     ValidationInfo,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from trainer.errors import guess
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,6 @@ def _path(error: Any) -> str:
 
 
 _MESSAGES = {
-    "extra_forbidden": "unknown field; check the spelling against `shardloom spec schema`",
     "missing": "required field is missing",
     "model_type": "must be a mapping of fields to values",
 }
@@ -93,27 +94,50 @@ _FORMS = {
 }
 
 
-def _message(error: Any) -> str:
+def _message(error: Any, model: type[BaseModel]) -> str:
     if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] in _FORMS:
         return _FORMS[error["ctx"]["pattern"]]
     if error["type"] == "extra_forbidden" and error["loc"][-1] == "constraints":
         return "unknown field; each table has its own limits: embedding_tables[].constraints"
+    if error["type"] == "extra_forbidden":
+        *above, name = error["loc"]
+        nearest = guess(str(name), _fields_at(model, above))
+        return f"unknown field{nearest}; `shardloom spec schema` lists all"
     return _MESSAGES.get(error["type"], error["msg"])
+
+
+def _fields_at(model: type[BaseModel], location: Iterable[int | str]) -> list[str]:
+    """Names of the fields of what is at a location of pydantic's, in all branches of a union."""
+    models = [model]
+    for part in location:
+        # Numbers of items, keys and tags of branches lead nowhere else.
+        fields = [each.model_fields[part] for each in models if part in each.model_fields]
+        models = [found for each in fields for found in _models_in(each.annotation)] or models
+    return [name for each in models for name in each.model_fields]
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for each in get_args(annotation):
+        yield from _models_in(each)
 
 
 # Nobody mends more at once, and looking through them takes time.
 _MAX_ERRORS = 200
 
 
-def problems_of(errors: Sequence[Any]) -> list[FieldProblem]:
-    """Pydantic's errors as problems, one a field.
+def problems_of(errors: Sequence[Any], model: type[BaseModel]) -> list[FieldProblem]:
+    """Pydantic's errors about `model` as problems, one a field.
 
     What the branches of a union say of the same value is one fault.
     """
     by_path: dict[str, list[FieldProblem]] = {}
     for error in errors[:_MAX_ERRORS]:
         path = _path(error)
-        by_path.setdefault(path, []).append(FieldProblem(path, error["type"], _message(error)))
+        by_path.setdefault(path, []).append(
+            FieldProblem(path, error["type"], _message(error, model))
+        )
     # A list that lost its faulty items also counts as too short, and a section is no number, where
     # that would do as well; what is inside is the fault.
     return [

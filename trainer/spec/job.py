@@ -46,7 +46,7 @@ class JobSpec(JobSections):
         try:
             return cls.model_validate(document, context=context)
         except ValidationError as error:
-            raise SpecError(problems_of(error.errors(include_url=False))) from None
+            raise SpecError(problems_of(error.errors(include_url=False), cls)) from None
 
     @model_validator(mode="after")
     def _check_sections_together(self, info: ValidationInfo) -> Self:

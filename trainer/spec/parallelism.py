@@ -181,7 +181,7 @@ class ParallelismSpec(SpecModel):
     """
 
     workers: Workers | WorkersSpec = 1
-    shard_group_size: Workers | Literal["auto"]
+    shard_group_size: Workers | Literal["auto"] = "auto"
     placement: Literal["intra_host", "inter_host", "auto"] = "intra_host"
     survive: SurviveSpec | None = None
     sync: Annotated[SyncSpec, BeforeValidator(_unset)] = SyncSpec()

@@ -169,7 +169,10 @@ def _item(document: Any, key: str | int, path: str) -> Any:
     # A text has items, too, but none that could be set.
     if isinstance(document, list) and isinstance(key, int) and key < len(document):
         return document[key]
-    raise _refused(path, f"nothing to set at {_shown(str(key))!r} in the spec")
+    message = (
+        f"nothing to set at {_shown(str(key))!r} in the spec; items of lists read as in a[0].b"
+    )
+    raise _refused(path, message)
 
 
 def _refused(path: str, message: str) -> SpecError:

@@ -41,7 +41,7 @@ class JobSections(SpecModel):
     embedding_tables: Annotated[tuple[EmbeddingTableSpec, ...], Field(min_length=1)]
     model: ModelSpec
     optimizer: OptimizerSpec = OptimizerSpec()
-    parallelism: ParallelismSpec
+    parallelism: ParallelismSpec = ParallelismSpec()
     training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     retry: RetrySpec = RetrySpec()

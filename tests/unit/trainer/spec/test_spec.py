@@ -61,7 +61,10 @@ DYNAMIC = (
 EVERY = "training.accumulate_steps=4; training.report_every_steps=8"
 # Changes => field, code (- for any) and a part of the message.
 FAULTS = f"""
-nonsense=1 => nonsense extra_forbidden
+nonsense=1 => nonsense extra_forbidden unknown field; `shardloom spec schema` lists all
+training.epoch=3 => training.epoch extra_forbidden did you mean 'epochs'?
+embedding_tables[0].num_embedding=3
+    => embedding_tables[0].num_embedding extra_forbidden did you mean 'num_embeddings'?
 name=Not Good => name string_pattern_mismatch must be 1 to 63 of a-z
 project=Ads_Team => project string_pattern_mismatch must be 1 to 63 of a-z
 labels={{team: "a b"}} => labels.team string_pattern_mismatch must be 1 to 63 of A-Z
@@ -69,6 +72,8 @@ labels={{"a,b": c}} => labels.a,b string_pattern_mismatch must be 1 to 63 of A-Z
 features[0].column=user-id => features[0].column string_pattern_mismatch rename a column
 training.float=3 => training.float extra_forbidden
 parallelism.workers={{min: 2, max: 4, int: 3}} => parallelism.workers.int extra_forbidden
+parallelism.workers={{min: 2, max: 4, mix: 3}}
+    => parallelism.workers.mix extra_forbidden did you mean 'min'?
 training=3 => training model_type a mapping of fields
 data.batch_size=1{"0" * 400} => data.batch_size bounds
 resources.cpus_per_worker=1.0e-320 => resources.cpus_per_worker bounds

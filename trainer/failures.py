@@ -131,8 +131,8 @@ class EndReason(StrEnum):
     DATA_ERROR = (
         "data_error",
         EndRule(
-            "Correct the data, or the field of the spec, that the message names, and submit the job "
-            "again."
+            "Correct the data, or the field of the spec, that the message names, and submit the "
+            "job again."
         ),
     )
     # A mount or an endpoint that is away is often back in minutes; a full disk is soon given up.
@@ -161,8 +161,8 @@ class EndReason(StrEnum):
     VERSION_MISMATCH = (
         "version_mismatch",
         EndRule(
-            "Install the same versions on the service and on every host of the cluster, and restart "
-            "Ray where it ran meanwhile (on one machine: `shardloom down`, `shardloom up`).",
+            "Install the same versions on the service and on every host of the cluster, and "
+            "restart Ray where it ran meanwhile (on one machine: `shardloom down`, `shardloom up`).",
             Budget.USER,
             is_suspicious=True,
             avoids_host=True,

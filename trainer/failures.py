@@ -162,7 +162,7 @@ class EndReason(StrEnum):
         "version_mismatch",
         EndRule(
             "Install the same versions on the service and on every host of the cluster, and "
-            "restart Ray where it ran meanwhile (on one machine: `shardloom down`, `shardloom up`).",
+            "restart Ray where it ran meanwhile (one machine: `shardloom down`, `shardloom up`).",
             Budget.USER,
             is_suspicious=True,
             avoids_host=True,

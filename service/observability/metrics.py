@@ -1,8 +1,8 @@
 """Prometheus metrics of the service; one registry per app.
 
-With several replicas on one database, aggregate what each replica did (requests, ends that it
-wrote, events that it received) by `sum`, and what all of them see in the store (live jobs, waits,
-the series of each job) by `max`, as `deploy/observability/rules` does.
+With several replicas on one database, aggregate what each replica did (requests, jobs that it let
+out of the queue, ends that it wrote, events that it received) by `sum`, and what all of them see in
+the store (live jobs, the series of each job) by `max`, as `deploy/observability/rules` does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,8 @@ class ServiceMetrics:
     def __init__(self, clock: Callable[[], float] = time.time, max_jobs: int = 1000) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
-        self._waits = Waits()
+        # Ids of live jobs that had not trained yet at the last look.
+        self._unstarted: set[str] = set()
         self._live = JobCollector(clock, max_jobs)
         self.registry.register(self._live)
         counter = partial(Counter, registry=self.registry)
@@ -48,7 +48,7 @@ class ServiceMetrics:
         self._live_jobs = gauge("shardloom_live_jobs", "Jobs that have not ended.", ["status"])
         self._queue_wait_s = histogram(
             "shardloom_queue_wait_seconds",
-            "Time that a job waited in the queue until an attempt was made.",
+            "Time that a job waited in the queue until this replica made an attempt.",
             buckets=_WAIT_BUCKETS,
         )
         self._submit_to_running_s = histogram(
@@ -141,12 +141,12 @@ class ServiceMetrics:
             if not status.is_terminal:
                 self._live_jobs.labels(status.value).set(tally[status])
         for job in jobs:
-            self._note_waits(job)
-        self._waits.saw(jobs)
+            self._note_start(job)
+        self._unstarted = {job.id for job in jobs if job.started_at is None}
         self._live.saw(jobs)
 
     def job_ended(self, job: Job) -> None:
-        self._note_waits(job)
+        self._note_start(job)
         reason = job.reason.value if job.reason else ""
         self._ended_jobs.labels(job.status.value, reason).inc()
 
@@ -159,12 +159,15 @@ class ServiceMetrics:
         if after.end_reason is not None and (before is None or before.end_reason is None):
             self._ended_attempts.labels(after.end_reason.value).inc()
 
-    def _note_waits(self, job: Job) -> None:
-        queued_s, unstarted_s = self._waits.after(job, self._clock())
-        if queued_s is not None:
-            self._queue_wait_s.observe(queued_s)
-        if unstarted_s is not None:
-            self._submit_to_running_s.observe(unstarted_s)
+    def left_queue(self, job: Job) -> None:
+        """Note how long a job waited whose attempt was just made."""
+        self._queue_wait_s.observe(max(0.0, self._clock() - job.waits_anew_since))
+
+    def _note_start(self, job: Job) -> None:
+        """Note how long a job took to train; those that did before the first look are left out."""
+        if job.id in self._unstarted and job.started_at is not None:
+            self._unstarted.discard(job.id)
+            self._submit_to_running_s.observe(max(0.0, job.started_at - job.created_at))
 
     def backend_asked(self, cluster: str, has_answered: bool) -> None:
         """Note whether a kind of cluster answered a request, and count it if not."""
@@ -203,42 +206,3 @@ class ServiceMetrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
-
-
-class Waits:
-    """Tracks waits of jobs, to observe their length once they are over.
-
-    Jobs that had stopped waiting when the service started are not observed.
-    """
-
-    def __init__(self) -> None:
-        # The live jobs as they were seen last; None before the first look.
-        self._seen: dict[str, Job] | None = None
-
-    def saw(self, jobs: Iterable[Job]) -> None:
-        """These live: others were ended, here or by another replica."""
-        self._seen = {job.id: job for job in jobs}
-
-    def after(self, job: Job, now: float) -> tuple[float | None, float | None]:
-        """Seconds in the queue, and from submission to running, of waits that are over now."""
-        before = job
-        if self._seen is not None:
-            # One that is new here may have left the queue since the last look already.
-            before = self._seen.get(job.id) or _in_queue(job)
-            self._seen[job.id] = job
-        # The current attempt of one that was given up in the queue was before its wait.
-        is_given_up = job.status.is_at_rest or job.reason is EndReason.CANCELLED
-        has_attempt = bool(job.current_attempt_id) and not is_given_up
-        has_waited = before.status is JobStatus.QUEUED and has_attempt
-        has_run = before.started_at is None and job.started_at is not None
-        return (
-            max(0.0, now - before.waits_anew_since) if has_waited else None,
-            max(0.0, (job.started_at or 0.0) - job.created_at) if has_run else None,
-        )
-
-
-def _in_queue(job: Job) -> Job:
-    """A job as it was when it was submitted, or asked to begin again."""
-    has_run_before = job.started_at is not None and job.started_at < job.waits_since
-    began_at = job.started_at if has_run_before else None
-    return replace(job, status=JobStatus.QUEUED, queue_note=None, started_at=began_at)

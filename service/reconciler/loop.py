@@ -150,13 +150,7 @@ class Reconciler:
         self._clock = clock
         self._outboxes = OutboxCollector(store, settings, telemetry, clock)
         self._housekeeper = Housekeeper(store, settings, clock)
-        self._queue = SchedulerRunner(
-            store,
-            backend,
-            settings,
-            clock,
-            note_answer=partial(telemetry.backend_asked, "shared"),
-        )
+        self._queue = SchedulerRunner(store, backend, settings, clock, telemetry)
         # By `resources.cluster`.
         self._is_reachable = dict.fromkeys(CLUSTERS, True)
         self._slot = _ComputeSlot()

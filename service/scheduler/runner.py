@@ -29,6 +29,7 @@ from service.errors import (
     StoreUnavailable,
 )
 from service.jobs.run_storage import limit_growth
+from service.observability.metrics import ServiceMetrics
 from service.scheduler.policy import Admission, Capacity, Preemption, QueuePosition, Start, admit
 from service.settings import Settings
 from service.storage import in_time
@@ -46,14 +47,14 @@ _CAPACITY_AGE_S = 3.0
 class SchedulerRunner:
     """Schedules the queued jobs of `store` on `backend`; `clock` gives Unix seconds.
 
-    `note_answer` is called with whether the shared cluster answered.
+    `telemetry` is told whether the shared cluster answered, and who left the queue.
     """
 
     store: JobStore
     backend: Backend
     settings: Settings
     clock: Callable[[], float]
-    note_answer: Callable[[bool], None] = lambda has_answered: None
+    telemetry: ServiceMetrics
 
     def __post_init__(self) -> None:
         self._projects = ProjectStore(self.store.engine)
@@ -102,7 +103,7 @@ class SchedulerRunner:
         try:
             capacity = self._capacity() if is_shared else Capacity()
         except BackendUnreachable as error:
-            self.note_answer(False)
+            self.telemetry.backend_asked("shared", False)
             admission = admit(own, running, quotas, Capacity(), now)
             shared = [job for job in queued if not has_own_cluster(job)]
             admission.places += [
@@ -152,7 +153,7 @@ class SchedulerRunner:
             else:
                 found = Capacity(self.backend.hosts(), self.settings.cluster_max_workers)
             self._seen = (self.clock(), found)
-            self.note_answer(True)
+            self.telemetry.backend_asked("shared", True)
         return self._seen[1]
 
     def _carry_out(self, admission: Admission, now: float, lock: Lock) -> None:
@@ -189,6 +190,7 @@ class SchedulerRunner:
         known = QueueState.of(begun.job)
         note = replace(known, workers=begun.workers, max_workers=begun.max_workers)
         self._store(start(begun.job, now, note), lock)
+        self.telemetry.left_queue(begun.job)
 
     def _store(self, decision: Decision, lock: Lock) -> None:
         self._live[decision.job.id] = self.store.update_job(

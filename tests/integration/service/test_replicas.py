@@ -26,6 +26,7 @@ from service.domain.lifecycle import finish
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
 from service.domain.webhooks import Answer, DeliveryState, after_try
 from service.errors import RecordRefused, StaleVersion, StoreUnavailable
+from service.observability.metrics import ServiceMetrics
 from service.scheduler.runner import SchedulerRunner
 from service.settings import Settings
 from tests.harness.builders import (
@@ -264,7 +265,11 @@ def test_replicas_give_room_away_once_and_keep_to_quotas(
     settings = Settings(home=tmp_path, backend="fake")
     keepers = [
         SchedulerRunner(
-            store, backend, settings.model_copy(update={"replica_id": f"replica-{n}"}), lambda: NOW
+            store,
+            backend,
+            settings.model_copy(update={"replica_id": f"replica-{n}"}),
+            lambda: NOW,
+            ServiceMetrics(),
         )
         for n, store in enumerate(stores)
     ]

@@ -20,7 +20,7 @@ from service.observability.logging_setup import (
     add_ids,
     known_ids,
 )
-from service.observability.metrics import ServiceMetrics, Waits
+from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing, traceparent_of
 from service.reconciler.submission import submission_of
 from service.settings import Settings
@@ -65,25 +65,25 @@ def test_records_batches_points_and_jobs_that_end_in_the_queue_are_counted(api: 
     assert "shardloom_points_received_total 2.0" in text
 
 
-@pytest.mark.parametrize("was_seen_queued", [True, False])
-def test_waits_are_told_once_when_they_are_over(was_seen_queued: bool) -> None:
-    waits, job = Waits(), replace(queued_job(), created_at=NOW, queued_at=NOW + 1)
-    assert waits.after(job, NOW + 5) == (None, None)
-    # Or it left the queue between two looks.
-    waits.saw([job] if was_seen_queued else [])
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_the_time_until_a_job_trains_is_told_once(has_ended: bool) -> None:
+    telemetry, job = ServiceMetrics(lambda: NOW + 60), replace(queued_job(), created_at=NOW)
     starting = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a0")
-    assert waits.after(starting, NOW + 11) == (10.0, None)
-    waits.saw([starting])
-    assert waits.after(starting, NOW + 12) == (None, None)
     running = replace(starting, status=JobStatus.RUNNING, started_at=NOW + 30)
-    assert waits.after(running, NOW + 31) == (None, 30.0)
-    assert waits.after(running, NOW + 32) == (None, None)
-    assert Waits().after(running, NOW + 60) == (None, None), "it ran when the service started"
-    cancelled = {"status": JobStatus.CANCELLED, "reason": EndReason.CANCELLED}
-    for given_up in (cancelled, {"status": JobStatus.PAUSED}):
-        queued = replace(running, status=JobStatus.QUEUED)
-        assert waits.after(queued, NOW + 40) == (None, None)
-        assert waits.after(replace(queued, **given_up), NOW + 50) == (None, None), "no attempt came"
+    for seen in (job, starting, *([] if has_ended else [running, running])):
+        telemetry.saw_live_jobs([seen])
+    telemetry.job_ended(replace(running, status=JobStatus.SUCCEEDED))
+    assert _value(telemetry, "shardloom_submit_to_running_seconds_sum") == 30
+    assert _value(telemetry, "shardloom_submit_to_running_seconds_count") == 1
+
+
+def test_a_job_that_trained_when_the_service_started_is_not_observed() -> None:
+    restarted = ServiceMetrics(lambda: NOW + 60)
+    running = replace(queued_job(), status=JobStatus.RUNNING, started_at=NOW + 30)
+    for _ in range(2):
+        restarted.saw_live_jobs([running])
+    restarted.job_ended(replace(running, status=JobStatus.SUCCEEDED))
+    assert _value(restarted, "shardloom_submit_to_running_seconds_count") == 0
 
 
 def test_the_loop_tells_how_long_it_has_not_looked() -> None:

@@ -11,6 +11,8 @@ from service.backends.fake import Script
 from service.db.projects import ProjectStore, hold_lock
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
 from service.errors import LockLost
+from service.observability.metrics import ServiceMetrics
+from service.scheduler.runner import SchedulerRunner
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
 from tests.harness.service import House
@@ -205,9 +207,28 @@ def test_a_replica_that_lost_the_lock_in_a_pass_starts_nothing(house: House) -> 
     with pytest.raises(LockLost):
         late.admit()
     late.close()
+    told = late.telemetry.registry.get_sample_value("shardloom_queue_wait_seconds_count")
+    assert told == 0
     assert {house.status(job) for job in (first, second)} == {JobStatus.QUEUED}
     house.poll()
     assert {house.status(job) for job in (first, second)} == {JobStatus.STARTING}
+
+
+def test_the_replica_that_starts_a_job_and_no_other_tells_how_long_it_waited(house: House) -> None:
+    offer(house, 4)
+    for _ in range(2):
+        submit(house)
+    house.now += 30
+    waits = []
+    for _ in range(2):
+        telemetry = ServiceMetrics(lambda: house.now)
+        queue = SchedulerRunner(
+            house.store, house.backend, house.settings, lambda: house.now, telemetry
+        )
+        queue.admit()
+        queue.close()
+        waits.append(telemetry.registry.get_sample_value("shardloom_queue_wait_seconds_sum"))
+    assert waits == [pytest.approx(30, abs=0.1), 0], "the other job waits still"
 
 
 def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: House) -> None:

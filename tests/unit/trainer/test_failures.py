@@ -23,6 +23,7 @@ from trainer.failures import (
     restart_delay_s,
     should_replace,
     should_restart,
+    with_lost_host,
 )
 from trainer.protocol.outbox import EventWriter
 from trainer.training.worker import named_failures
@@ -47,6 +48,15 @@ def test_a_dead_rank_explains_what_its_peers_ran_into() -> None:
     assert explain([odd, dead, BAD_ROW]) == BAD_ROW
     assert explain([LOST, odd]) == odd
     assert explain([dead, LOST, HOST_GONE]) == HOST_GONE
+
+
+def test_only_lost_workers_are_explained_by_a_host_that_is_gone() -> None:
+    for reason, hosts, told in (
+        (EndReason.WORKERS_LOST, {"b"}, EndReason.HOST_LOST),
+        (EndReason.WORKERS_LOST, {"a", "b"}, EndReason.WORKERS_LOST),
+        (EndReason.DATA_ERROR, {"b"}, EndReason.DATA_ERROR),
+    ):
+        assert with_lost_host(Failure(reason, "", blamed_host="a"), hosts).reason == told
 
 
 def test_what_another_life_may_mend_restarts_within_the_budget() -> None:

@@ -345,7 +345,7 @@ def test_hosts_write_what_is_theirs_and_no_more(house: Guarded, job: str, path: 
 
 
 def test_logs_have_the_names_of_processes_and_pieces_follow_one_another(
-    house: Guarded, job: str
+    house: Guarded, job: str, kept: RunDir
 ) -> None:
     base = f"/v1/attempts/{job}-a0"
     for name in ("..%2Fjob", "mlflow", "rank-1@000000000000005"):
@@ -356,6 +356,12 @@ def test_logs_have_the_names_of_processes_and_pieces_follow_one_another(
     url, where = f"{base}/files/attempts/{job}-a0/traces/a.json.gz", {"at": 5, "total": 9}
     answer = house.send("PUT", url, "driver", content=b"xxxx", params=where)
     assert answer.json() == {"version": None, "size": 0}
+    # An answer may be lost: what comes again is not there twice.
+    for at, size in ((0, 3), (3, 6), (3, 6), (6, 9)):
+        where = {"at": at, "total": 9}
+        answer = house.send("PUT", url, "driver", content=b"abcdefghi"[at : at + 3], params=where)
+        assert answer.json()["size"] == size
+    assert (attempt_of(kept).traces_dir / "a.json.gz").read_bytes() == b"abcdefghi"
     beyond = house.send("PUT", url, "driver", content=b"xxxx", params={"at": 0, "total": 3})
     problem_in(beyond, 422, "invalid_request")
     found = run_storage.list_untrusted

@@ -202,6 +202,14 @@ def test_a_job_that_is_resumed_while_it_pauses_goes_on_with_another_attempt_at_m
     assert (again.status, again.retry_at) == (JobStatus.QUEUED, NOW + 3)
 
 
+def test_a_job_that_pauses_again_has_all_of_its_grace_again() -> None:
+    job, attempt = live_job()
+    asked = decide(request_pause(job, NOW, 120).job, attempt, RUNNING, NOW).job
+    resumed = request_resume(asked, NOW + 1).job
+    pausing = request_pause(resumed, NOW + 500, 120).job
+    assert decide(pausing, attempt, RUNNING, NOW + 500).action is Action.PAUSE
+
+
 def test_a_preempted_job_waits_again_with_its_old_place() -> None:
     job, attempt = live_job(queued_at=NOW - 7)
     pausing = preempt(job, queued_job(priority=5), NOW, 120).job

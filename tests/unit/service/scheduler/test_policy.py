@@ -238,6 +238,7 @@ def test_spares_count_with_their_job() -> None:
     assert decide([waiting], [busy], cluster(8)).growth_limits == {}
     few = replace(busy, queue_note=QueueState(workers=2).document)
     assert decide([waiting], [few], cluster(8)).growth_limits == {"busy": 2}
+    assert decide([], [few], Capacity(max_workers=4)).growth_limits == {"busy": 3}
 
 
 def test_a_job_that_its_quota_or_cluster_can_never_hold_blocks_nobody() -> None:

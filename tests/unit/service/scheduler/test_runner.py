@@ -87,7 +87,10 @@ def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: Hou
     waiting = submit(house, 4)
     house.poll()
     files = house.files(elastic)
-    assert ResizeRequests(files).poll().growth_limit == 4
+    house.backend.set_down(True)
+    house.poll(3, every_s=61)
+    assert ResizeRequests(files).poll().growth_limit == 4, "nobody knows of room"
+    house.backend.set_down(False)
     offer(house, 8)
     house.poll(2, every_s=5)
     assert house.status(waiting) is JobStatus.STARTING
@@ -229,6 +232,23 @@ def test_the_replica_that_starts_a_job_and_no_other_tells_how_long_it_waited(hou
         queue.close()
         waits.append(telemetry.registry.get_sample_value("shardloom_queue_wait_seconds_sum"))
     assert waits == [pytest.approx(30, abs=0.1), 0], "the other job waits still"
+
+
+def test_a_job_that_somebody_writes_while_it_is_started_holds_up_no_other(house: House) -> None:
+    offer(house, 8)
+    first, second = submit(house), submit(house)
+    queue = house.reconciler()._queue
+    begin = queue._start
+
+    def start_late(begun: Any, *args: Any) -> None:
+        if begun.job.id == first.id:
+            house.store.update_job(begun.job)
+        begin(begun, *args)
+
+    queue._start = start_late  # type: ignore[method-assign]
+    queue.admit()
+    queue.close()
+    assert (house.status(first), house.status(second)) == (JobStatus.QUEUED, JobStatus.STARTING)
 
 
 def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: House) -> None:

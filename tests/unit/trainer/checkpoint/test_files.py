@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,16 @@ def test_a_folder_without_a_whole_marker_does_not_exist(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [kept, damaged]
     remove_folder(kept)
     assert list(tmp_path.iterdir()) == [damaged]
+
+
+def test_a_checkpoint_that_is_half_deleted_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = add(tmp_path, 1)
+    monkeypatch.setattr("trainer.checkpoint.files.shutil.rmtree", Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        remove_folder(saved)
+    assert saved.exists() and list_committed(tmp_path) == []
 
 
 def test_a_file_that_a_network_disk_does_not_give_is_neither_damaged_nor_missing(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from tests.unit.trainer.export.export_case import spec_document
 from trainer.checkpoint import resume, save_load
 from trainer.checkpoint.files import (
+    CheckpointGone,
     Commit,
     CommittedCheckpoint,
     RowOrder,
@@ -128,6 +130,23 @@ def test_a_warm_start_from_data_with_other_vocabularies_warns(
     assert "other vocabularies" in other.message
 
 
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_moments_that_are_loaded_become_as_large_as_those_of_the_replicas_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_warm: bool
+) -> None:
+    found, optimizers = CommittedCheckpoint(tmp_path, commit(0, 50, moment_scale=2.0)), Mock()
+    monkeypatch.setattr(resume, "load_state", optimizers.load)
+    monkeypatch.setattr(resume, "load_packed", lambda *_: {})
+    monkeypatch.setattr(resume, "find_source", lambda *_: found)
+    warm: Any = SimpleNamespace(path=str(tmp_path))
+    spec: Any = SimpleNamespace(moment_scale=6.0, checkpoint=SimpleNamespace(warm_start=warm))
+    newest = None if is_warm else found
+    checkpoints: Any = SimpleNamespace(newest=lambda: newest, group=None, runs_dir=tmp_path)
+    resume.restore(spec, checkpoints, WRITTEN, Mock(), optimizers)
+    assert [name for name, *_ in optimizers.mock_calls] == ["load", "rescale_moments"]
+    optimizers.rescale_moments.assert_called_once_with(3.0)
+
+
 def test_whatever_moves_rows_changes_the_digest(tmp_path: Path) -> None:
     before = digest(tmp_path / "a", one=30, two=20)
     assert digest(tmp_path / "elsewhere", one=30, two=20) == before
@@ -189,16 +208,35 @@ def test_a_warm_start_takes_no_checkpoint_that_a_rewind_left_behind(
     assert find_source(folder / names[2], run_dir.runs_dir).path.name == names[2]
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_checkpoint_that_is_removed_while_it_is_checked_is_followed_by_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = [tmp_path / f"step-0000000{step}-a1-r0" for step in (1, 2)]
-    for folder in saved:
+@pytest.fixture
+def saved(tmp_path: Path) -> list[Path]:
+    """Two whole checkpoints."""
+    folders = [tmp_path / f"step-0000000{step}-a1-r0" for step in (1, 2)]
+    for folder in folders:
         folder.mkdir()
         (folder / "file").write_bytes(b"abc")
         write_marker(folder, commit(1, 0, files={"file": file_record(folder / "file")}))
+    return folders
 
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_one_rank_lists_and_another_does_not_see_is_not_passed_over(
+    saved: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def matches_without_mount(folder: Path, *file: Any) -> bool:
+        if folder == saved[1]:
+            raise CheckpointGone(folder.name)
+        return matches(folder, *file)
+
+    monkeypatch.setattr(save_load, "matches", matches_without_mount)
+    with pytest.raises(CheckpointGone):
+        find_source(tmp_path, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_is_removed_while_it_is_checked_is_followed_by_the_one_before(
+    saved: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def matches_after_retention(*file: Any) -> bool:
         remove_folder(saved[1])
         return matches(*file)

@@ -14,6 +14,8 @@ from trainer.coordination.detection import (
     HostRecord,
     RankId,
     ReplacementPolicy,
+    Suspect,
+    SuspicionFilter,
     slowness_of,
     times_needed,
 )
@@ -45,6 +47,27 @@ def test_while_none_is_heard_none_is_silent() -> None:
     for at in (1.2, 1.6):
         watch.hear(A0, at)
     assert watch.silent(1.81) == [B0]
+
+
+def test_a_rank_does_not_hang_while_the_one_that_watches_it_sleeps() -> None:
+    watch = monitor()
+    watch.wake(0.0)
+    watch.beat(A0, STILL, 0.0)
+    watch.wake(100.0)
+    watch.beat(A0, STILL, 101.0)
+    assert watch.hangs(101.0) == []
+    assert watch.hangs(110.5)
+
+
+def test_whom_nobody_hears_has_as_long_as_others_have_been_fine_to_be_heard_again() -> None:
+    judge = SuspicionFilter(alone_s=1000.0).judge
+    groups = range(3)
+    silent = {n: Suspect(RankId(n, 0, 0), "silent", "train", 5.0, 5.0, ()) for n in groups}
+    assert judge(silent, (), groups, 0.0).held == set(groups)
+    assert not judge(silent, (), groups, 50.0).lost
+    del silent[2]
+    assert not judge(silent, (), groups, 54.0).lost
+    assert judge(silent, (), groups, 56.0).lost == {0, 1}
 
 
 def test_slow_steps_stretch_the_limit() -> None:

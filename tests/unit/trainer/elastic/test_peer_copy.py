@@ -210,6 +210,15 @@ def test_what_lands_between_the_vote_and_the_commit_is_not_sure() -> None:
     assert simulation.copy.next_chunk(simulation.ticket) == Chunk(0, 0, 2)
 
 
+def test_what_was_there_at_a_vote_without_a_commit_is_not_sure() -> None:
+    simulation = Simulation(random.Random(1), is_calm=True)
+    simulation.read()
+    simulation.land()
+    simulation.fail_round()
+    simulation.lose()
+    assert simulation.copy.next_chunk(simulation.ticket) == Chunk(0, 0, 2)
+
+
 def test_a_commit_of_all_rows_completes_the_copy() -> None:
     simulation = Simulation(random.Random(2), is_calm=True)
     simulation.read()

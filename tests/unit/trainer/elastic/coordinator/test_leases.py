@@ -158,6 +158,9 @@ def test_leases_outside_the_run_are_not_taken_over():
     strange = [Lease(id=7, epoch=1, spans=[(0, 4)]), Lease(id=8, epoch=0, spans=[(8, 12)])]
     assert book.adopt(strange, group=0) == ()
     assert book.lease(0).id == 9
+    later = LeaseBook(num_rows=10, epochs=2, rows_per_lease=4)
+    later.restore(Ledger(epoch=1))
+    assert later.adopt([Lease(id=3, epoch=0, spans=[(0, 4)])], group=0) == (), "that epoch is over"
 
 
 class Job(RuleBasedStateMachine):

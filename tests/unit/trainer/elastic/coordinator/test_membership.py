@@ -212,6 +212,8 @@ def test_a_refused_round_is_tried_again_with_the_same_rows():
     (recovered,) = world.told("recovered")
     assert (recovered.num_tries, recovered.syncs_lost) == (2, 0)
     assert recovered.cause.startswith("group 1 refused")
+    refused, again = [each.generation for each in world.rounds.values() if each.commit == 3]
+    assert again > refused, "what failed is formed anew"
 
 
 def test_a_group_that_refuses_again_and_again_is_lost():
@@ -565,10 +567,12 @@ def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
     assert (left.group, left.cause) == (1, "resize")
     assert not world.told("group_lost")
     assert standings(world).keys() == {0, 2}
-    alone = running(num_groups=1)
-    alone.want(leaving={0: "drain"})
-    alone.run_to_commit(5)
-    assert standings(alone) == {0: "current"}, "the last group does not leave"
+    for num_groups in (1, 2):
+        last = running(num_groups)
+        last.want(leaving=dict.fromkeys(range(num_groups), "drain"))
+        last.run_to_commit(5)
+        stay = dict.fromkeys(range(num_groups), "current")
+        assert standings(last) == stay, "the last groups do not leave"
 
 
 def with_spare(**policy: Any) -> World:
@@ -802,6 +806,25 @@ def test_a_sync_that_one_group_heard_of_counts_for_all():
     assert not world.told("group_lost")
 
 
+def test_a_group_that_holds_another_sync_of_the_same_number_is_lost():
+    world = running()
+    life = world.groups[1]
+    ledger = life.hello.ledger.model_copy(update={"round": 99})
+    life.hello = life.hello.model_copy(update={"ledger": ledger})
+    world.start_coordinator()
+    world.run_to_commit(4)
+    assert [(lost.group, lost.reason) for lost in world.told("group_lost")] == [(1, "stale")]
+
+
+def test_a_group_that_trained_what_it_does_not_hold_is_lost_and_the_others_go_on():
+    world = running()
+    arrive = Arrive(commit=2, leases=(99,), num_rows=4)
+    world.act(world.membership.on_arrive(world.groups[1].id, 9, arrive, world.now))
+    assert [(lost.group, lost.reason) for lost in world.told("group_lost")] == [(1, "stale")]
+    world.run_to_end()
+    world.check_rows()
+
+
 def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
     world = running(overlaps=True)
     newest = world.groups[0].round
@@ -820,6 +843,15 @@ def test_a_round_is_exact_for_all_where_one_group_asks_for_it_or_copies():
     world.run_to_end()
     last = world.groups[0].round
     assert last and not last.is_idle and not any(last.weights)
+
+
+def test_a_run_that_goes_back_to_its_checkpoint_has_not_finished_as_a_lost_leader_said():
+    world = running()
+    world.run_until(lambda: world.membership._rounds.report.has_finished)
+    for group in list(world.groups):
+        world.kill(group)
+    world.run_to_end()
+    world.check_rows()
 
 
 def test_a_run_goes_on_from_its_checkpoint_though_coordinators_die_before_its_first_sync():

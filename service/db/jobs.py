@@ -190,7 +190,7 @@ class JobStore(Transactions):
         is_active &= jobs.c.id.not_in(self._unread_live)
         is_own, until = jobs.c.lease_owner == owner, now + lease_s
         is_old = is_own & (jobs.c.lease_until < now + lease_s / 2)
-        is_free = jobs.c.lease_owner.is_(None) | ((jobs.c.lease_until <= now) & ~is_own)
+        is_free = jobs.c.lease_owner.is_(None) | (jobs.c.lease_until <= now)
         with self.write() as connection:
             for wanted, most in ((is_old, None), (is_free, limit)):
                 ids = select(jobs.c.id).where(is_active, wanted).order_by(jobs.c.id).limit(most)

@@ -289,7 +289,6 @@ def _kuberay(settings: Settings) -> Backend:
     from service.backends.kuberay.backend import (
         IsolatedProjectsBackend,
         KubeRayBackend,
-        live_template,
         template_in,
     )
     from service.backends.kuberay.client import KubeApi
@@ -298,12 +297,8 @@ def _kuberay(settings: Settings) -> Backend:
     def open_namespace(name: str) -> KubeApi:
         return KubeApi.open(settings.kubeconfig, name, _KUBERNETES_TIMEOUT_S)
 
-    path, api = settings.kuberay_template_file, open_namespace(settings.kuberay_namespace)
-    template = (
-        partial(template_in, path)
-        if path
-        else partial(live_template, api, settings.kuberay_template_cluster)
-    )
+    api = open_namespace(settings.kuberay_namespace)
+    template = partial(template_in, settings.kuberay_template_file)
     options = ClusterOptions(
         settings.kuberay_namespace, settings.kuberay_ttl_s, settings.kuberay_queue
     )

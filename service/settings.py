@@ -141,10 +141,8 @@ class Settings(BaseSettings):
     kuberay_namespaces: Annotated[dict[str, str], _Json] = {}
     """Project -> namespace of its own for its clusters, as in {"ads": "ads-training"}: its jobs run
     there and nowhere else."""
-    kuberay_template_cluster: str = Field(default="shardloom-ray", min_length=1)
-    """RayCluster of that namespace after which they are made."""
-    kuberay_template_file: AbsolutePath | None = None
-    """YAML file with a RayCluster to use in its place."""
+    kuberay_template_file: AbsolutePath = Path("/etc/shardloom/raycluster.yaml")
+    """YAML file with the RayCluster after which they are made."""
     kuberay_ttl_s: int = Field(default=60, ge=0)
     """Seconds for which a cluster outlives its job."""
     kuberay_queue: str | None = None

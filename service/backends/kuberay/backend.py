@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from service.backends.base import Backend, Submission
-from service.backends.kuberay.client import RAYCLUSTERS, RAYJOBS, SECRETS, KubeApi, KubeRefused
+from service.backends.kuberay.client import RAYJOBS, SECRETS, KubeApi, KubeRefused
 from service.backends.kuberay.manifest import (
     LET_GO,
     ClusterOptions,
@@ -95,17 +95,6 @@ def template_in(path: Path) -> Manifest:
     raise BackendUnreachable(
         f"{path} has no RayCluster with workerGroupSpecs; see k8s/chart/templates/raycluster.yaml"
     )
-
-
-def live_template(api: KubeApi, name: str) -> Manifest:
-    try:
-        return api.get(RAYCLUSTERS, name)
-    except KubeRefused as error:
-        raise BackendUnreachable(
-            f"no RayCluster {name} to make clusters from ({error}); "
-            "SHARDLOOM_KUBERAY_TEMPLATE_CLUSTER names it, or give a file by "
-            "SHARDLOOM_KUBERAY_TEMPLATE_FILE"
-        ) from error
 
 
 # ---- the backend

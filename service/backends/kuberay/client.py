@@ -47,7 +47,6 @@ class Resource:
 
 
 RAYJOBS = Resource("/apis/ray.io/v1", "rayjobs", crd="rayjobs.ray.io")
-RAYCLUSTERS = Resource("/apis/ray.io/v1", "rayclusters", crd="rayclusters.ray.io")
 SECRETS = Resource("/api/v1", "secrets")
 PODS = Resource("/api/v1", "pods")
 EVENTS = Resource("/api/v1", "events")

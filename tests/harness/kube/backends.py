@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from kubernetes import client
 
 from service.backends.base import Submission
-from service.backends.kuberay.backend import KubeRayBackend, live_template
+from service.backends.kuberay.backend import KubeRayBackend
 from service.backends.kuberay.client import KubeApi
 from service.backends.kuberay.manifest import ClusterOptions
 from service.backends.ray_jobs import RayJobsBackend
@@ -50,14 +49,6 @@ def without(verbs: set[str], resources: set[str]) -> list[dict[str, Any]]:
     return found
 
 
-def template() -> dict[str, Any]:
-    """The RayCluster of an example, in whatever namespace; its operator is left out of it."""
-    manifest = kuberay.template()
-    # Frozen: it is a template here, and nobody's cluster.
-    manifest["spec"]["suspend"] = True
-    return manifest
-
-
 class KubeRayBackends:
     """Backends of one namespace, as replicas of the service would open them."""
 
@@ -70,9 +61,6 @@ class KubeRayBackends:
         for account in ("shardloom-ray-head", "shardloom-ray-worker"):
             about = {"metadata": {"name": account}}
             self.core.create_namespaced_service_account(cluster.namespace, about)
-        self.api.create_namespaced_custom_object(
-            "ray.io", "v1", cluster.namespace, "rayclusters", template()
-        )
 
     def open(
         self,
@@ -80,7 +68,7 @@ class KubeRayBackends:
         *,
         watches: bool = True,
         shared: RayJobsBackend | None = None,
-        template: Callable[[], dict[str, Any]] | None = None,
+        template: Callable[[], dict[str, Any]] = kuberay.template,
         clock: Callable[[], float] = time.time,
         **options: Any,
     ) -> KubeRayBackend:
@@ -92,7 +80,7 @@ class KubeRayBackends:
         backend = KubeRayBackend(
             api,
             shared,
-            template or partial(live_template, api, "shardloom-ray"),
+            template,
             ClusterOptions(self.cluster.namespace, **options),
             lambda address, token: RayJobsBackend(address, auth_token=token, timeout_s=TIMEOUT_S),
             clock,
@@ -137,7 +125,7 @@ class KubeRayBackends:
 
 @pytest.fixture
 def backends(kube: KubeCluster, tmp_path: Path) -> Iterator[KubeRayBackends]:
-    """A namespace with a template for clusters and no operator: RayJobs stay as they are made."""
+    """A namespace without an operator: RayJobs stay as they are made."""
     found = KubeRayBackends(kube, tmp_path)
     yield found
     found.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from tests.harness.kube.backends import (
     KubeRayBackends,
     rules,
     submission,
-    template,
     wait_for_state,
     without,
 )
@@ -198,9 +198,7 @@ def test_attempts_of_an_isolated_project_live_in_its_namespace_and_are_found_the
     theirs = KubeRayBackends(InProcessCluster(server), tmp_path / "ads")
 
     def open_both() -> IsolatedProjectsBackend:
-        isolated = theirs.open(
-            rules("ads-training"), template=template, ray_token_of="Ray of {}".format
-        )
+        isolated = theirs.open(rules("ads-training"), ray_token_of="Ray of {}".format)
         return IsolatedProjectsBackend(backends.open(), {"ads": isolated})
 
     backend, ads, other = open_both(), submission(0, project="ads"), submission(1)
@@ -261,7 +259,6 @@ def test_what_the_namespace_has_no_room_for_waits(
         ("rayjobs", "get"),
         ("rayjobs", "patch"),
         ("secrets", "create"),
-        ("rayclusters", "get"),
     ],
 )
 def test_a_missing_right_is_named_and_loses_nothing(
@@ -327,14 +324,14 @@ def test_an_api_server_that_is_away_and_comes_back(
     assert len(backends.rayjobs()) == 2
 
 
-def test_a_cluster_without_its_template_keeps_jobs_waiting(backends: KubeRayBackends) -> None:
-    backend = backends.open()
-    backends.api.delete_namespaced_custom_object(*_place(backends, "rayclusters", "shardloom-ray"))
-    with pytest.raises(BackendUnreachable, match="no RayCluster shardloom-ray to make clusters"):
+def test_without_a_template_jobs_wait(backends: KubeRayBackends, tmp_path: Path) -> None:
+    backend = backends.open(template=partial(template_in, tmp_path / "raycluster.yaml"))
+    with pytest.raises(BackendUnreachable, match="SHARDLOOM_KUBERAY_TEMPLATE_FILE names it"):
         backend.submit(submission())
+    assert not backends.rayjobs()
 
 
-def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
+def test_a_template_is_the_first_ray_cluster_of_a_file(tmp_path: Path) -> None:
     base = tmp_path / "objects.yaml"
     base.write_text(yaml.safe_dump_all(build("gpu")))
     assert template_in(base)["metadata"]["name"] == "shardloom-ray"

@@ -154,10 +154,15 @@ def one(manifests: tuple[Manifest, ...], kind: str, name: str) -> Manifest:
 def ray_cluster(variant: str) -> Manifest:
     """The RayCluster of a variant, or the template that it has in its place."""
     if "own-only" in variant:
-        text = one(build(variant), "ConfigMap", "shardloom-raycluster")["data"]["raycluster.yaml"]
-        found: Manifest = yaml.safe_load(text)
-        return found
+        return template_of(variant)
     return one(build(variant), "RayCluster", "shardloom-ray")
+
+
+def template_of(variant: str) -> Manifest:
+    """The RayCluster after which a variant makes clusters of jobs' own."""
+    text = one(build(variant), "ConfigMap", "shardloom-raycluster")["data"]["raycluster.yaml"]
+    found: Manifest = yaml.safe_load(text)
+    return found
 
 
 def settings_of(variant: str) -> dict[str, str]:

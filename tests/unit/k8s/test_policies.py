@@ -156,8 +156,7 @@ def test_who_makes_clusters_may_do_that_alone() -> None:
         *(("rayjobs", verb) for verb in ("create", "delete", "patch")),
         ("secrets", "create"),
     }, "a Secret that is there can be neither read nor changed"
-    (cluster,) = [rule for rule in role["rules"] if "rayclusters" in rule["resources"]]
-    assert cluster["resourceNames"] == ["shardloom-ray"] and cluster["verbs"] == ["get"]
+    assert "rayclusters" not in str(role["rules"])
     binding = one(build(FULL), "RoleBinding", "shardloom-own-clusters")
     (account,) = binding["subjects"]
     (service,) = pods(FULL, "service")

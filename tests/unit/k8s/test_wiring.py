@@ -29,6 +29,7 @@ from tests.unit.k8s.rendering import (
     one,
     ray_cluster,
     settings_of,
+    template_of,
     values,
 )
 
@@ -99,8 +100,10 @@ def test_the_settings_fit_the_service_and_ray(
     assert settings.service_url == f"http://shardloom.shardloom.svc:{port['port']}"
     assert selects({"matchLabels": service["spec"]["selector"]}, pod.labels)
     assert ray_cluster(variant)["metadata"]["name"] == _CLUSTER
+    if settings.backend == "kuberay":
+        assert str(settings.kuberay_template_file.parent) in mounts
     if "own-only" in variant:
-        assert settings.ray_address == "" and str(settings.kuberay_template_file.parent) in mounts
+        assert settings.ray_address == ""
         return
     # The name that KubeRay gives to the Service of a head.
     assert settings.ray_address == f"http://{_CLUSTER}-head-svc.shardloom.svc:8265"
@@ -398,8 +401,9 @@ def test_clusters_of_jobs_own_are_made_after_the_shared_one(
     assert settings.kuberay_namespaces == {}
     isolated = _settings("gpu+isolated", monkeypatch).kuberay_namespaces
     assert isolated == {"ads": "ads-training", "maps": "maps-training"}
-    template = ray_cluster(FULL)
-    assert template["metadata"]["name"] == settings.kuberay_template_cluster
+    template = template_of(FULL)
+    assert template == ray_cluster(FULL)
+    assert settings.kuberay_template_file.name == "raycluster.yaml"
     # Heads of either kind: the service reaches them, and they it, by the labels of their pods.
     labels = template["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
     assert labels["app.kubernetes.io/component"] == "ray-head"

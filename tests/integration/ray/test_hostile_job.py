@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from service.domain.models import JobStatus
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.stack import Stack
 from tests.harness.wait import scaled, wait_for
-from tests.integration.ray.test_user_module_ray import document
 from trainer.protocol.code_archive import pack
+from trainer.spec.parse import apply_overrides
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLES = EXAMPLE_SPEC.parent
+TWO_WORKERS = (
+    "parallelism.workers=2",
+    "parallelism.shard_group_size=2",
+    "parallelism.sync=null",
+    "training.epochs=1",
+    "training.max_steps=12",
+    "training.report_every_steps=4",
+    "training.validate_every_steps=12",
+    "data.batch_size=32",
+    "retry.max_failures=3",
+)
 # Runs where the module is imported, in every process of the job.
 HOSTILE = """
 
@@ -82,6 +95,14 @@ _attack()
 """
 
 
+def document(data: Path, code: str) -> dict[str, Any]:
+    """The shipped example on two workers with the code of this id."""
+    text = (EXAMPLES / "movielens-module.yaml").read_text()
+    changes = (f"data.path={data}", f"model.code={code}", *TWO_WORKERS)
+    changed: dict[str, Any] = apply_overrides(yaml.safe_load(text), changes)
+    return changed
+
+
 def test_a_healthy_job_and_the_service_do_not_notice_a_hostile_one(
     stack: Stack, small_movielens: Path, tmp_path: Path
 ) -> None:
@@ -112,6 +133,7 @@ def test_a_healthy_job_and_the_service_do_not_notice_a_hostile_one(
     trained = stack.client.get_job(healthy.id)
     assert (trained.status, trained.num_attempts) == (JobStatus.SUCCEEDED, 1), trained.message
     assert trained.progress.step == 12
+    assert "validation/rmse" in trained.latest_metrics
     # Its own driver may hang on the pipes.
     stack.client.cancel(hostile.id)
     wait_for(lambda: stack.client.get_job(hostile.id).status.is_terminal, "its end", 60)

@@ -23,7 +23,6 @@ from service.db.engine import newest_revision
 from service.domain.job_filter import JobFilter
 from service.domain.lifecycle import decide
 from service.domain.models import JobStatus, Observation, ObservedState, Progress
-from service.jobs.logs import LogPosition
 from service.storage import in_time
 from tests.harness.builders import (
     NOW,
@@ -40,7 +39,6 @@ from tests.harness.service import (
     Api,
     FakeService,
     problem_in,
-    replace_attempt,
     shardloom,
 )
 from tests.harness.wait import scaled
@@ -279,24 +277,6 @@ def test_a_followed_timeline_ends_with_the_job_and_resumes_behind_any_event(api:
     assert (end.event, json.loads(end.data)) == ("end", {"status": "CANCELLED"})
     rest = api.follow(f"{job_id}/events", lines[0].id)[:-1]
     assert [line.json() for line in rest] == [line.json() for line in lines[1:]]
-
-
-def test_followed_logs_go_on_into_the_next_attempt_and_end_with_the_job(api: Api) -> None:
-    job_id = api.start()
-    replace_attempt(api.store, job_id)
-    api.log(f"{job_id}-a0", "driver", "one\nlast words")
-    api.log(f"{job_id}-a1", "driver", "two\n")
-    job, newest = api.store.get_job(job_id), api.store.get_attempt(f"{job_id}-a1")
-    done = decide(job, newest, Observation(ObservedState.SUCCEEDED), NOW)
-    api.store.update_job(done.job, attempt=done.attempt, timeline=done.timeline)
-    cursor = api.http.get(f"/v1/jobs/{job_id}/logs?attempt={job_id}-a0").json()["cursor"]
-    for start, texts in (
-        (LogPosition(f"{job_id}-a0").encode(), ["one", "last words", "two"]),
-        (cursor, ["two"]),
-    ):
-        *lines, end = api.follow(f"{job_id}/logs", start)
-        assert [json.loads(line.data)["text"] for line in lines] == texts
-        assert (end.event, json.loads(end.data)) == ("end", {"status": "SUCCEEDED"})
 
 
 def test_log_names_cannot_leave_their_folder(api: Api) -> None:

@@ -169,9 +169,9 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
     assert _poll() == []
     api.log(first, "rank-0", "two\n")
     assert (_poll(), follower.has_more) == (["two"], False)
-    api.log(first, "rank-0", "last\n")
+    api.log(first, "rank-0", "last words")
     clock.now += LATE_LINES_S
-    assert (_poll(), follower.has_more) == (["last"], True)
+    assert (_poll(), follower.has_more) == (["last words"], True)
     assert (_poll(), follower.has_more) == ([], True)
     assert (_poll(), follower.has_more) == (["three"], False)
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.ranks import run_in_turn, run_ranks
+from tests.harness.ranks import run_in_turn
 from tests.harness.small_model import TABLE_ROWS
 from tests.integration.ranks.checkpoint_cases import (
-    EMBEDDING_DIM,
     Sharding,
     load,
     train_and_save,
@@ -68,32 +67,14 @@ def test_every_sharding_loads_what_any_other_saved(
             torch.testing.assert_close(loaded[0]["dense"], original[0]["dense"], atol=0, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def saved_columns(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint of tables in four column shards, and what was saved."""
-    folder = tmp_path_factory.mktemp("columns") / "checkpoint"
-    return folder, whole_tables(run_ranks(train_and_save, 4, FOUR_COLUMNS, folder))
-
-
-@pytest.mark.slow
-def test_the_same_columns_load_bitwise_at_another_layout(
-    saved_columns: tuple[Path, dict[str, torch.Tensor]],
-) -> None:
-    folder, saved = saved_columns
-    moments = saved["movies.moments"].reshape(-1, 4, EMBEDDING_DIM // 4)
-    assert not torch.equal(moments[:, 0], moments[:, 1]), "column shards have moments of their own"
-    layouts = [replace(FOUR_COLUMNS, world_size=2, shard_group_size=size) for size in (1, 2)]
-    for loaded in run_in_turn(2, *((load, layout, folder) for layout in layouts)):
-        torch.testing.assert_close(whole_tables(loaded), saved, atol=0, rtol=0)
-
-
 @pytest.mark.slow
 def test_a_checkpoint_of_other_tables_or_optimizers_is_refused_on_every_rank(
-    saved_columns: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
 ) -> None:
-    folder, _ = saved_columns
-    other_rows, other_optimizer = run_in_turn(
+    folder = tmp_path / "checkpoint"
+    _, other_rows, other_optimizer = run_in_turn(
         4,
+        (train_and_save, FOUR_COLUMNS, folder),
         (why_not, MIXED, folder, {**TABLE_ROWS, "movies": 54}),
         (why_not, replace(MIXED, optimizer="adagrad"), folder),
     )

@@ -172,10 +172,8 @@ def check_cluster(backend: Backend, spec: JobSpec) -> None:
 
 
 def hosts_for(backend: Backend, spec: JobSpec) -> tuple[HostFacts, ...]:
-    """Hosts that a job will find, as far as they are known: a plan can do without."""
+    """Hosts that a cluster of a job's own will have, if known: a plan can do without."""
     try:
-        if spec.resources.cluster == "own":
-            return backend.own_hosts(spec) or ()
-        return backend.hosts() or ()
+        return backend.own_hosts(spec) or ()
     except (BackendUnreachable, SubmissionRefused):
         return ()

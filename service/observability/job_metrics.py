@@ -110,11 +110,6 @@ _FAMILIES = (
         lambda job: iter([((job.status.value,), 1.0)]),
         ("status",),
     ),
-    _single(
-        "shardloom_job_created_timestamp_seconds",
-        "When the job was submitted.",
-        lambda job: job.created_at,
-    ),
     _single("shardloom_job_steps", "Steps trained so far.", lambda job: job.progress.step),
     _single(
         "shardloom_job_wanted_steps",

@@ -98,9 +98,6 @@ class ServiceMetrics:
             for each in (self._unreachable, self._answered_at, self._unanswered_at):
                 each.labels(cluster)
         self._events = counter("shardloom_events_received", "Records received from drivers.")
-        self._batches = counter(
-            "shardloom_batches_received", "Batches of records received from drivers."
-        )
         self._points = counter("shardloom_points_received", "Metric points received from drivers.")
         self.webhook_tries = counter(
             "shardloom_webhook_tries",
@@ -179,7 +176,6 @@ class ServiceMetrics:
 
     def received_events(self, events: Iterable[Event]) -> None:
         events = list(events)
-        self._batches.inc()
         self._events.inc(len(events))
         self._points.inc(sum(len(each.values) for each in events if isinstance(each, Metrics)))
 

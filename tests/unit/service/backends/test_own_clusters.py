@@ -133,13 +133,12 @@ def test_a_job_of_an_isolated_project_is_refused_where_others_run() -> None:
 
 
 def test_a_plan_is_made_for_the_cluster_that_the_job_will_have() -> None:
-    own, shared = spec(resources={**OWN, "queue": "ads"}), spec()
+    own = spec(resources={**OWN, "queue": "ads"})
     assert [each.address for each in hosts_for(Maker(), own)] == ["own-0"]  # type: ignore[arg-type]
-    assert [each.address for each in hosts_for(Maker(), shared)] == ["shared"]  # type: ignore[arg-type]
     assert hosts_for(Maker(BackendUnreachable("away")), own) == ()  # type: ignore[arg-type]
     plan = plan_of(own, hosts_for(Maker(), own))  # type: ignore[arg-type]
     assert plan.cluster == "its own, by Kueue queue ads: 1 host(s) with room for 8 worker(s)"
-    assert cluster_text(shared) == "shared"
+    assert cluster_text(spec()) == "shared"
 
 
 # ---- the queue

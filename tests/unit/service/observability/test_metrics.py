@@ -53,14 +53,13 @@ def test_answers_are_counted_by_route_and_transactions_of_the_store_by_kind(api:
         assert f'shardloom_store_seconds_count{{kind="{kind}"}}' in text
 
 
-def test_records_batches_points_and_jobs_that_end_in_the_queue_are_counted(api: Api) -> None:
+def test_records_points_and_jobs_that_end_in_the_queue_are_counted(api: Api) -> None:
     job_id = api.start()
     points = Metrics(time=NOW, step=1, values={"a": 1.0, "b": 2.0})
     api.post_events(f"{job_id}-a0", batch(points, checkpoint(1)))
     api.end(api.submit())
     text = api.http.get("/metrics").text
     assert 'shardloom_ended_jobs_total{reason="cancelled",status="CANCELLED"} 1.0' in text
-    assert "shardloom_batches_received_total 1.0" in text
     assert "shardloom_events_received_total 2.0" in text
     assert "shardloom_points_received_total 2.0" in text
 

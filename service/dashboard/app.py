@@ -189,7 +189,9 @@ def _add_page(path: str, page: Callable[..., Any], rest: Rest) -> None:
         try:
             await page(**request.path_params).build()
         except (ServiceError, Refused) as error:
-            blank_page(rest, error.title, str(error), error.status)
+            # Without the request that lists what there is: a reader has links for that.
+            why = str(error).rpartition("; GET ")[0] or str(error)
+            blank_page(rest, error.title, why, error.status)
 
 
 def _unknown_page(rest: Rest) -> None:

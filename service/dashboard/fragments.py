@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from service.api.views import compared_view, membership_view, progress_of, summary_of
+from service.api.views import compared_view, membership_view, summary_of
 from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import spec_text, views
 from service.dashboard.groups import MOMENTS, grid_then, lanes_of, member_grid, moments_of
@@ -62,8 +62,8 @@ _templates.globals |= _WORDS | {
     "home": MOUNT_PATH,
     "moments_of": moments_of,
     "num_colours": views.NUM_HOST_COLOURS,
-    "progress_of": progress_of,
     "shard_text": shard_text,
+    "summary_of": summary_of,
     "traces_of": traces_of,
 }
 

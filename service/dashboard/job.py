@@ -54,7 +54,8 @@ class JobPage:
         self._rest = rest
         self._store = rest.context.store
         self._job_id = job_id
-        self._feed = feeds.setdefault(job_id, JobFeed(self._store, job_id))
+        placed = rest.context.reconciler.placed
+        self._feed = feeds.setdefault(job_id, JobFeed(self._store, job_id, placed))
         # What the charts show, too.
         self._drawn: JobSnapshot | None = None
         self._panels: list[Panel] = []
@@ -130,6 +131,7 @@ class JobPage:
             if self._timer:
                 self._timer.cancel()
             self._gone.set_text("This job was deleted. The page shows what was known of it.")
+            self._buttons.set_visibility(False)
             return
         except (StoreUnavailable, JobUnreadable) as error:
             self._gone.set_text(f"What is shown is old, as the job cannot be read: {error}")
@@ -151,7 +153,7 @@ class JobPage:
         self._gone = ui.label().classes("notice tone-warn").props("role=status")
         with ui.element("div").classes("job-head"):
             self._part("heading").classes("heading")
-            with ui.element("div").classes("course-buttons"):
+            with ui.element("div").classes("course-buttons") as self._buttons:
                 job_id = self._shown.snapshot.job.id
                 link_button("Compare", f"{MOUNT_PATH}/compare?jobs={job_id}")
                 if self._rest.reader().may_somewhere(Role.SUBMITTER):

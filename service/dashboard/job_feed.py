@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from service.dashboard import fragments
 from service.dashboard.snapshots import JobSnapshot, Shared, load_job
 from service.db.jobs import JobStore
+from service.domain.models import Job
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,20 @@ class ShownJob:
 class JobFeed(Shared[ShownJob]):
     """A job that pages show, the same object while nothing is new.
 
-    `clock` gives Unix time in seconds. Reading raises `JobNotFound`, `StoreUnavailable`.
+    `placed` gives a job with its position in the queue, `clock` Unix time in seconds. Reading
+    raises `JobNotFound`, `StoreUnavailable`.
     """
 
     def __init__(
-        self, store: JobStore, job_id: str, clock: Callable[[], float] = time.time
+        self,
+        store: JobStore,
+        job_id: str,
+        placed: Callable[[Job], Job] = lambda job: job,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(self._draw)
-        self._store, self._job_id, self._clock = store, job_id, clock
+        self._load = partial(load_job, store, job_id, placed=placed)
+        self._clock = clock
         self._shown: ShownJob | None = None
         # By part: what it was drawn from, and its HTML.
         self._drawn: dict[str, tuple[object, str]] = {}
@@ -40,7 +48,7 @@ class JobFeed(Shared[ShownJob]):
     def _draw(self) -> ShownJob:
         """Read the job, and draw the parts whose source is another than before."""
         known, now = self._shown, self._clock()
-        snapshot = load_job(self._store, self._job_id, known.snapshot if known else None)
+        snapshot = self._load(known.snapshot if known else None)
         self._drawn |= {
             name: (source, part.draw(snapshot, now))
             for name, part in fragments.PARTS.items()

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlencode
@@ -35,6 +35,7 @@ from service.domain.timeline import counted
 from service.errors import StoreUnavailable
 
 REFRESH_INTERVAL_S = 1.0
+_AGE_STEP_S = 10.0
 PAGE_SIZE = 50
 SPARK_WIDTH, SPARK_HEIGHT, SPARK_POINTS = 88, 24, 44
 _MAX_SPARKS = 5000
@@ -262,16 +263,7 @@ class ListPage:
                     ("Delete", "DELETE", "{}", "deleted", _DELETE_HINT),
                 ):
                     act = partial(self._for_each, method, path, done)
-                    asked = asking(
-                        f"{verb} these jobs?",
-                        f"{verb} jobs",
-                        act,
-                        leave="Keep them",
-                        colour="color=negative",
-                    )
-                    with asked as dialog:
-                        ui.label(told)
-                    button(verb, dialog.open, "cancel-button")
+                    button(verb, partial(self._ask, verb, told, act), "cancel-button")
             button("Clear", self._clear_selection)
         self._selection.set_visibility(False)
 
@@ -319,7 +311,8 @@ class ListPage:
             self._show()
 
     def _show(self) -> None:
-        now, jobs = time.time(), self._snapshot.jobs
+        # Rows are sent together whenever one has changed, so ages do not change each second.
+        now, jobs = time.time() // _AGE_STEP_S * _AGE_STEP_S, self._snapshot.jobs
         rows = [
             views.job_row(job, now, self._metric) | {"spark": self._feed.spark(job)} for job in jobs
         ]
@@ -387,6 +380,15 @@ class ListPage:
         number = len(self._table.selected)
         self._selection.set_visibility(number > 0)
         self._selected.set_text(f"{number} selected")
+
+    def _ask(self, verb: str, told: str, act: Callable[[], Awaitable[None]]) -> None:
+        names = [row["name"] for row in self._table.selected]
+        title = f"{verb} {counted(len(names), 'job')}: {', '.join(names[:3])}"
+        title += f" and {len(names) - 3} more?" if len(names) > 3 else "?"
+        leave, colour = "Keep them", "color=negative"
+        with asking(title, f"{verb} jobs", act, leave=leave, colour=colour) as dialog:
+            ui.label(told)
+        dialog.open()
 
     def _clear_selection(self) -> None:
         self._table.selected = []

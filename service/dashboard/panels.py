@@ -205,7 +205,8 @@ class ExportPanel(Panel):
         reading = asyncio.to_thread(reach, self._settings, read, owner=job.id)
         found = (await reading)[::-1]
         self._list.set_content(fragments.render("exports.html", job=job, exports=found, now=now))
-        self._doomed.set_options([each.id for each in found])
+        if (ids := [each.id for each in found]) != self._doomed.options:
+            self._doomed.set_options(ids)
         self._delete_button.set_visibility(self._may_change and bool(found))
 
     def show(self, shown: ShownJob) -> None:
@@ -254,22 +255,23 @@ class LogView:
             self._attempt_id = attempt_id
             self._restart()
         if attempt_id is None:
-            self._hint.set_text("Logs appear once the job has been submitted to the cluster.")
+            self._show_sources([], "Logs appear once the job has been submitted to the cluster.")
             return
         files = self._run_dir.attempt(attempt_id)
         look = partial(list_sources, files)
-        self._show_sources(await asyncio.to_thread(self._reach, look))
+        found = await asyncio.to_thread(self._reach, look)
+        self._show_sources(found, "No log has been written yet.")
         if self._source.value:
             await self._follow(files, attempt_id, self._source.value, is_final)
 
-    def _show_sources(self, sources: list[str]) -> None:
+    def _show_sources(self, sources: list[str], hint: str) -> None:
         if sources != self._source.options:
             is_ours = self._source.value == self._suggested
             self._suggested = suggested_source(sources)
             kept = self._source.value if self._source.value in sources and not is_ours else None
             self._source.set_options(sources, value=kept or self._suggested)
         self._source.set_visibility(bool(sources))
-        self._hint.set_text("" if sources else "No log has been written yet.")
+        self._hint.set_text("" if sources else hint)
 
     async def _follow(
         self, files: AttemptDir, attempt_id: str, source: str, is_final: bool

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -67,12 +67,21 @@ class JobSnapshot:
         return since is None or any(line.kind in _REWINDS for line in told)
 
 
-def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobSnapshot:
+def load_job(
+    store: JobStore,
+    job_id: str,
+    previous: JobSnapshot | None,
+    placed: Callable[[Job], Job] = lambda job: job,
+) -> JobSnapshot:
     """Read a job, of its timeline only what is newer than `previous`; raises `JobNotFound`.
 
-    Returns `previous` itself where nothing is new.
+    Returns `previous` itself where nothing is new. `placed` gives a job with its position in the
+    queue.
     """
-    job = store.get_job(job_id)
+    job = placed(store.get_job(job_id))
+    # The estimate of its start is another each second, and no page shows it.
+    note = {k: value for k, value in (job.queue_note or {}).items() if k != "expected_start_at"}
+    job = replace(job, queue_note=note or None)
     known = previous.timeline if previous else ()
     after = known[-1].id if known else 0
     told = store.list_timeline(job_id, after=after, limit=MAX_LINES, newest=True)

@@ -112,6 +112,30 @@ def test_a_job_that_does_not_run_shows_why_instead_of_an_eta() -> None:
     assert views.job_row(running_job(pause_requested=True), NOW)["aside"] == "pausing"
 
 
+def test_the_page_of_a_queued_job_says_where_it_waits_and_why_and_is_drawn_anew_when_that_changes(
+    store: JobStore,
+) -> None:
+    stored, place = store_job(store), QueueState(2, "waiting for 4 of 8 workers", NOW)
+    feed = JobFeed(store, stored.id, lambda job: replace(job, queue_note=place.document))
+    first = feed.latest()
+    assert "#2 in the queue: waiting for 4 of 8 workers" in first.html["progress"]
+    assert "not started" not in first.html["progress"]
+    place = replace(place, expected_start_at=NOW + 1)
+    assert feed.latest(max_age_s=0.0).snapshot is first.snapshot
+    place = replace(place, position=None, reason="waits before the next attempt")
+    html = feed.latest(max_age_s=0.0).html["progress"]
+    assert "<span>waits before the next attempt</span>" in html
+
+
+def test_only_a_job_at_work_runs() -> None:
+    for status, told in (
+        (JobStatus.RUNNING, "running for 1m 00s"),
+        (JobStatus.PAUSED, "started 1m 00s ago"),
+        (JobStatus.FAILED, "ran for 1m 00s"),
+    ):
+        assert told in fragments.heading(running_job(status=status), NOW + 70)
+
+
 def test_the_address_of_the_list_holds_its_filters() -> None:
     query = JobQuery(
         search="night",

@@ -41,6 +41,12 @@ _PHASE_COLOURS = {
 _TEXT_COLOUR = "#8a93a3"
 LINE_COLOUR = "rgba(138, 147, 163, 0.18)"
 AXIS_LABEL = {"color": _TEXT_COLOUR, "fontSize": 11, "hideOverlap": True}
+NO_DATA = {
+    "text": "no data yet",
+    "left": "center",
+    "top": "middle",
+    "textStyle": {"color": _TEXT_COLOUR, "fontSize": 12, "fontWeight": "normal"},
+}
 _FEW_POINTS = 40
 # Run in the browser (NiceGUI evaluates keys that start with a colon).
 _NUMBER = (
@@ -201,12 +207,7 @@ def chart_options(chart: ChartSpec) -> dict[str, Any]:
         "animation": False,
         "textStyle": {"fontFamily": "Roboto, sans-serif", "color": _TEXT_COLOUR},
         "grid": {"left": 8, "right": 14, "top": 12, "bottom": 4, "containLabel": True},
-        "title": {
-            "text": "no data yet",
-            "left": "center",
-            "top": "middle",
-            "textStyle": {"color": _TEXT_COLOUR, "fontSize": 12, "fontWeight": "normal"},
-        },
+        "title": {**NO_DATA},
         "tooltip": _tooltip(chart),
         "dataZoom": zoom_options(is_shown=False),
         "xAxis": step_axis(),
@@ -326,7 +327,8 @@ def fill(
         pair = options["series"][number * width : (number + 1) * width]
         draw(pair, found, [point.step for point in found], breaks, is_log=is_log, view=view)
         if chart.is_stacked:
-            pair[0]["showSymbol"] = False
+            # An area of one point has no width.
+            pair[0]["showSymbol"] = len(found) == 1
     options["title"]["show"] = not has_data(options)
     steps = next((points[line.metric] for line in chart.lines if points.get(line.metric)), ())
     shown = marks if view.has_events else ()

@@ -254,6 +254,7 @@ def value_options(found: SweepDetail) -> dict[str, Any]:
     }
     return {
         "animation": False,
+        "title": {**charts.NO_DATA, "show": not points},
         "grid": {"left": 56, "right": 16, "top": 12, "bottom": 28},
         "tooltip": {"trigger": "item"},
         "xAxis": {"type": "value", "minInterval": 1, "name": "trial", **axis},
@@ -297,6 +298,7 @@ def parallel_options(found: SweepDetail) -> dict[str, Any]:
         colours = [bad, good, bad]
     return {
         "animation": False,
+        "title": {**charts.NO_DATA, "show": not data},
         "parallel": {"left": 40, "right": 64, "top": 32, "bottom": 24},
         "parallelAxis": [
             {**axis, "axisLabel": charts.AXIS_LABEL, "nameTextStyle": charts.AXIS_LABEL}

@@ -91,6 +91,15 @@ def test_a_rate_of_zero_is_a_gap_on_the_logarithmic_axis() -> None:
     assert [*options["series"][0]["data"]] == [[10, 0.05], [20, None]]
 
 
+def test_a_stack_of_areas_shows_its_first_point_which_has_no_width() -> None:
+    chart = chart_of("phases")
+    options = charts.chart_options(chart)
+    for values, is_shown in (((0.01,), True), ((0.01, 0.02), False)):
+        charts.fill(options, chart, {"phase/dense_s": points(*values)}, best=None)
+        shown = [line for line in options["series"] if line["showSymbol"]]
+        assert [line["name"] for line in shown] == ["dense"] * is_shown
+
+
 def test_what_older_jobs_never_measured_is_optional_and_has_no_data() -> None:
     optional = [chart for chart in charts.charts_of(queued_job()) if chart.is_optional]
     assert {chart.key for chart in optional} == {"lr", "phases", "sync", "traffic", "memory"}

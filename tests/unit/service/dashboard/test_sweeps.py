@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from service.api.views import sweep_detail
+from service.dashboard import fragments
 from service.dashboard.sweeps import csv_of, parallel_options, value_options
 from service.domain.models import JobStatus
 from service.domain.sweeps import Observed, Parameter, Sweep, Trial
@@ -44,6 +45,16 @@ def test_a_trial_without_a_job_is_being_made_or_was_deleted() -> None:
     assert [trial_state(each)[0] for each in trials] == ["deleted", "being made"]
 
 
+def test_a_sweep_says_why_its_trials_were_refused() -> None:
+    trials = [Trial(SWEEP.id, number, {}, NOW, message=f"no data {number}") for number in (0, 1)]
+    found = sweep_detail(SWEEP, [Observed(trial, None) for trial in trials])
+    table = fragments.render("trials.html", sweep=found, paths=[])
+    assert all(f"<small>{trial.message}</small>" in table for trial in trials)
+    head = fragments.render("sweep.html", sweep=found)
+    assert "Trial 0 was refused: no data 0" in head
+    assert "no data 1" not in head
+
+
 def test_trials_are_ranked_by_value_and_those_without_a_number_come_last() -> None:
     found = detail(0.8, None, 0.6, math.nan)
     assert [trial.number for trial in found.ranked] == [2, 0, 1, 3]
@@ -67,6 +78,12 @@ def test_a_trial_is_a_line_through_its_values_to_the_metric() -> None:
     assert [axis["type"] for axis in options["parallelAxis"]] == ["log", "category", "value"]
     assert options["series"][0]["data"] == [[0.1, "4", 0.8]]
     assert parallel_options(detail())["series"][0]["data"] == []
+
+
+def test_charts_of_a_sweep_say_while_they_have_nothing_to_show() -> None:
+    for options_of in (value_options, parallel_options):
+        shown = [options_of(detail(value))["title"]["show"] for value in (None, 0.8)]
+        assert shown == [True, False]
 
 
 def test_the_trials_are_a_table_too() -> None:

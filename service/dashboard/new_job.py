@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import MOUNT_PATH, blank_page, go_to, page_frame, panel
 from service.dashboard.sweeps import SearchForm
 from service.domain.auth import Role
+from service.domain.job_filter import ALL_JOBS
 from service.domain.timeline import counted
 from service.jobs.actions import spec_of_clone
 from service.schemas.jobs import JobDetail, JobPlan
@@ -57,8 +59,9 @@ FORM = {
 # CodeMirror asks for the options at the cursor: of the value behind `key: `, else of the section
 # whose braces are open on the line, else of the nearest one above that is indented less.
 _COMPLETE = """
-const { EditorState, StateEffect } = await import("nicegui-codemirror");
-const table = %s, editor = await getElement(%d).editorPromise;
+const { EditorState, EditorView, StateEffect } = await import("nicegui-codemirror");
+const table = %s, element = getElement(%d), editor = await element.editorPromise;
+if (document.body.classList.contains("body--dark")) element.setTheme("githubDark");
 const optionsAt = (state, pos) => {
   const line = state.doc.lineAt(pos), text = line.text.slice(0, pos - line.from);
   const value = text.match(/(\\w+):\\s+[\\w.]*$/), open = text.match(/(\\w+):\\s*\\{[^{}]*$/);
@@ -69,7 +72,12 @@ const optionsAt = (state, pos) => {
   }
   return [{ autocomplete: table[value ? `${section}.${value[1]}=` : section] || [] }];
 };
-editor.dispatch({ effects: StateEffect.appendConfig.of(EditorState.languageData.of(optionsAt)) });
+const text = sessionStorage.getItem(location.href), to = editor.state.doc.length;
+if (text !== null) editor.dispatch({ changes: { from: 0, to, insert: text } });
+const keep = ({ docChanged, state }) =>
+  docChanged && sessionStorage.setItem(location.href, state.doc.toString());
+const added = [EditorState.languageData.of(optionsAt), EditorView.updateListener.of(keep)];
+editor.dispatch({ effects: StateEffect.appendConfig.of(added) });
 editor.contentDOM.setAttribute("aria-label", "Spec");
 editor.scrollDOM.tabIndex = 0;
 """
@@ -142,7 +150,18 @@ class NewJobPage:
             self._templates[""] = spec_text.written(document)
         elif _DEFAULT_TEMPLATE in self._templates:
             self._template = _DEFAULT_TEMPLATE
+            text, projects = self._templates[_DEFAULT_TEMPLATE], self._rest.reader().projects
+            known = await asyncio.to_thread(self._with_known_data, text, projects)
+            self._templates[_DEFAULT_TEMPLATE] = known
         return self._templates[self._template]
+
+    def _with_known_data(self, text: str, projects: Collection[str] | None) -> str:
+        """A text with the data of the newest job that started with the same features, if any."""
+        spec = spec_text.check(text).spec
+        for job in self._rest.context.store.list_jobs(ALL_JOBS, projects=projects, limit=20)[0]:
+            if spec and job.started_at and job.spec.features == spec.features:
+                return spec_text.with_value(text, "data.path", job.spec.data.path)
+        return text
 
     def _build_editor(self, text: str) -> None:
         with panel("Spec", "editor-panel"):
@@ -154,17 +173,19 @@ class NewJobPage:
                 theme="githubLight",
                 on_change=self._text_changed,
             ).classes("editor")
+            self._editor.disable()  # What is typed before it is dressed would be lost.
             table = json.dumps(spec_text.completions())
             complete = _COMPLETE % (table, self._editor.id)
             ui.timer(0.0, partial(self._dress_editor, complete), once=True)
             with ui.element("div").classes("problems").props("role=status") as self._problems:
                 pass
 
-    async def _dress_editor(self, complete: str) -> None:
-        """Complete from the schema, in the colours of the page, which only the browser knows."""
+    def _dress_editor(self, complete: str) -> None:
+        """Complete from the schema, in the colours of the page, which only the browser knows, and
+        go on with a draft that the tab has kept of this address.
+        """
+        self._editor.enable()
         ui.run_javascript(complete)
-        if await ui.run_javascript("document.body.classList.contains('body--dark')", timeout=10):
-            self._editor.set_theme("githubDark")
 
     def _build_form(self) -> None:
         known = spec_text.schema_fields()
@@ -238,7 +259,7 @@ class NewJobPage:
     async def _check(self) -> None:
         """Check the text, and show its problems and its values."""
         checked = await asyncio.to_thread(spec_text.check, self._editor.value)
-        self._show_problems(checked.problems)
+        self._show_problems(checked.problems, "Checking ...")
         self._show_values(checked.document)
         search = self._search.check(checked.spec)
         self._submit.set_text("Start the sweep" if search else "Submit")
@@ -265,6 +286,7 @@ class NewJobPage:
             # What is wrong with a field is told there.
             self._draw_plan(why="" if refused.problem.fields else str(refused))
             return
+        self._show_problems(())
         plan = JobPlan.model_validate(answer.json())
         self._draw_plan(plan, why=_BEING_ESTIMATED)
         body |= {"cluster": str(self._cluster.value or "").strip() or None}
@@ -300,22 +322,24 @@ class NewJobPage:
             text = spec_text.with_value(text, path, value)
         self._editor.set_value(text)
 
-    def _show_problems(self, problems: tuple[FieldProblem, ...]) -> None:
-        """At their lines in the text, in a list below it, and at their fields of the form."""
+    def _show_problems(self, problems: tuple[FieldProblem, ...], none: str = "Valid") -> None:
+        """At their lines in the text, in a list below it (`none` where that is empty), and at their
+        fields of the form.
+        """
         text = self._editor.value
         lines: dict[int, str] = {}
         for each in problems:
             at = spec_text.line_of(text, each.path)
             lines[at] = f"{lines[at]}\n" if at in lines else ""
             lines[at] += f"{each.path}: {each.message}"
-        self._editor.decorations = [
-            {"kind": "line", "line": line, "class": "faulty-line"} for line in lines
-        ]
-        self._editor.props["line-tooltips"] = lines
+        faulty = [{"kind": "line", "line": line, "class": "faulty-line"} for line in lines]
+        # Not by its properties: with those its text is sent, without what is typed meanwhile.
+        self._editor.run_method("setDecorations", faulty)
+        self._editor.run_method("setLineTooltips", lines)
         self._problems.clear()
         with self._problems:
             if not problems:
-                ui.label("Valid").classes("problems-none")
+                ui.label(none).classes("problems-none")
             for each in problems[:8]:
                 at = spec_text.line_of(text, each.path)
                 with ui.element("button").classes("problem") as row:
@@ -380,4 +404,5 @@ class NewJobPage:
             ui.notify(str(refused), type="negative", multi_line=True)
             return
         kind = "sweeps" if search else "jobs"
+        ui.run_javascript("sessionStorage.removeItem(location.href)")
         go_to(f"{MOUNT_PATH}/{kind}/{answer.json()['id']}")

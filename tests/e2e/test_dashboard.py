@@ -313,11 +313,40 @@ def test_a_field_keeps_what_was_typed_and_its_error_while_an_older_text_is_check
     page.get_by_label("for the cluster").fill("8xH100-80GB")
     wait_for(lambda: begun.count(held[2]) > 1, "the check for the cluster")
     name.fill("free")
-    expect(page.get_by_text("Valid", exact=True)).to_be_visible()
+    expect(page.get_by_text("Checking ...", exact=True)).to_be_visible()
     answers[held[2]].set()
     page.get_by_role("button", name="Switch theme").click()
     expect(page.locator("body.body--dark")).not_to_be_visible()
     expect(name).to_have_value("free")
+
+
+def test_a_draft_is_kept_by_its_tab_until_a_job_was_made_of_it(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    page.goto("/dashboard/new")
+    editor, drafted = page.get_by_label("Spec", exact=True), json.dumps(spec_document(name="kept"))
+    editor.press("ControlOrMeta+a")
+    page.keyboard.insert_text(drafted)
+    page.goto(f"/dashboard/new?source={running.id}")
+    expect(editor).to_contain_text(running.name)
+    page.goto("/dashboard/new")
+    expect(editor).to_contain_text(drafted)
+    expect(page.get_by_text("Valid", exact=True)).to_be_visible(timeout=LIVE_MS)
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("heading", name="kept")).to_be_visible()
+    expect(page.get_by_label("Log source")).not_to_be_visible()
+    page.goto("/dashboard/new")
+    expect(editor).to_contain_text("The demo")
+    expect(editor).not_to_contain_text("kept")
+
+
+def test_keys_that_are_typed_while_a_draft_is_checked_stay_in_their_order(page: Page) -> None:
+    page.goto("/dashboard/new")
+    editor, typed = page.get_by_label("Spec", exact=True), "# " + "0123456789" * 4
+    editor.press("ControlOrMeta+Home")
+    page.keyboard.type(typed, delay=50)  # The first check answers meanwhile.
+    expect(page.locator(".problem")).to_be_visible()
+    expect(editor).to_contain_text(typed)
 
 
 def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: Dashboard) -> None:
@@ -333,7 +362,9 @@ def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: 
     for button, asked in (("Cancel", "Cancel jobs"), ("Delete", "Delete jobs")):
         page.get_by_role("checkbox", name="Select all").click()
         page.locator(".selection").get_by_role("button", name=button).click()
-        page.get_by_role("dialog").get_by_role("button", name=asked).click()
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text(f"{button} 2 jobs: second, first?")
+        dialog.get_by_role("button", name=asked).click()
         expect(page.get_by_text("2 jobs ").first).to_be_visible(timeout=LIVE_MS)
         if button == "Cancel":
             expect(page.locator(".job-status", has_text="cancelled")).to_have_count(2)
@@ -497,6 +528,7 @@ def test_the_page_of_a_job_says_when_it_cannot_be_read_and_that_it_was_deleted(
     expect(page.get_by_text("What is shown is old")).not_to_be_visible(timeout=LIVE_MS)
     dashboard.store.delete_job(running.id)
     expect(page.get_by_text("This job was deleted")).to_be_visible(timeout=LIVE_MS)
+    expect(page.get_by_role("link", name="New from this")).not_to_be_visible()
     page.get_by_role("tab", name="Spec").click()
     expect(page.locator(".spec")).to_contain_text(running.name)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
@@ -544,6 +576,7 @@ def test_what_does_not_exist_is_a_friendly_404(page: Page, running: Job) -> None
     for path in ("jobs/job-unknown", "no/such/page", "sweeps/%3F", *sources):
         answer = page.goto(f"/dashboard/{path}")
         assert answer.status == 404, path
+        expect(page.get_by_text("GET /v1")).to_have_count(0)
         page.get_by_role("link", name="See all jobs").click()
         expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
 

@@ -46,13 +46,17 @@ def test_a_trial_without_a_job_is_being_made_or_was_deleted() -> None:
 
 
 def test_a_sweep_says_why_its_trials_were_refused() -> None:
-    trials = [Trial(SWEEP.id, number, {}, NOW, message=f"no data {number}") for number in (0, 1)]
-    found = sweep_detail(SWEEP, [Observed(trial, None) for trial in trials])
+    failed = replace(queued_job(), status=JobStatus.FAILED, message="it broke")
+    trials = [Trial(SWEEP.id, number, {}, NOW, message=f"no data {number}") for number in (1, 2)]
+    observed = [Observed(trial, None) for trial in trials]
+    began = Trial(SWEEP.id, 0, {}, NOW, job_id=failed.id)
+    found = sweep_detail(SWEEP, [Observed(began, failed), *observed])
     table = fragments.render("trials.html", sweep=found, paths=[])
-    assert all(f"<small>{trial.message}</small>" in table for trial in trials)
+    assert all(f"<small>{told}</small>" in table for told in ("it broke", "no data 1", "no data 2"))
     head = fragments.render("sweep.html", sweep=found)
-    assert "Trial 0 was refused: no data 0" in head
-    assert "no data 1" not in head
+    assert "Trial 1 was refused: no data 1" in head
+    assert "it broke" not in head
+    assert "no data 2" not in head
 
 
 def test_trials_are_ranked_by_value_and_those_without_a_number_come_last() -> None:

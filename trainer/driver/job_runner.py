@@ -108,7 +108,7 @@ class JobGoodput:
             self._meter.lose(_ALL, now)
             self.step = self.durable_step
         else:
-            self._meter.commit(now)
+            self._meter.commit({_ALL}, now)
             self._meter.start(_ALL, now)
         self._report(now)
 
@@ -121,7 +121,7 @@ class JobGoodput:
         elif isinstance(record, CheckpointCommitted):
             self.durable_step = record.step
             self.step = max(self.step, record.step)
-            self._meter.commit(at)
+            self._meter.commit({_ALL}, at)
 
     def _report(self, now: float) -> None:
         self._reported_at = now

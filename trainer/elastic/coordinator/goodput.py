@@ -23,7 +23,7 @@ from trainer.protocol.events import Metrics, Recovered
 
 Cause = Literal["start", "recovery", "hang", "checkpoint", "validation", "redo"]
 """Why a group trained nothing that counts: it started (with its copy from a peer); it was gone, or
-waited for others to recover; it hung; it saved; it validated; its work was lost with it."""
+waited for others; it hung; it saved; it validated; its work was lost with it."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 _NUM_SYNC_INTERVALS = 21
 _NOT_TRAINING: dict[HeartbeatPhase, Cause] = {
@@ -82,11 +82,13 @@ class GoodputMeter:
         if slot and slot.is_training:
             slot.spent[cause] += seconds
 
-    def commit(self, now: float) -> None:
-        """What all groups trained until now counts."""
-        for slot in self._slots.values():
-            if slot.is_training:
+    def commit(self, counting: Collection[int], now: float) -> None:
+        """What these groups trained until now counts; others that train have waited."""
+        for group, slot in self._slots.items():
+            if slot.is_training and group in counting:
                 self._useful_s += self._settle(slot, now)
+            elif slot.is_training:
+                self._lost_s["recovery"] += self._settle(slot, now)
 
     def lose(self, group: int, now: float) -> None:
         """The group is gone with what it trained since the newest commit; the job wants it back."""
@@ -195,12 +197,14 @@ class RunMetrics:
         if cause:
             self.goodput.spend(group, cause, now - since)
 
-    def commit(self, generation: int, commit: int, now: float) -> Recovered | None:
-        """A sync counts; returns the recovery that it ends, if any."""
+    def commit(
+        self, counting: Collection[int], generation: int, commit: int, now: float
+    ) -> Recovered | None:
+        """A sync of these groups' work counts; returns the recovery that it ends, if any."""
         incident, self._incident = self._incident, None
         num_tries, self._num_tries = self._num_tries, 0
         since, self._committed_at = self._committed_at, now
-        self.goodput.commit(now)
+        self.goodput.commit(counting, now)
         if incident is None:
             if since is not None:
                 self._intervals.append(now - since)

@@ -553,8 +553,10 @@ class SyncRounds:
             self._tune(ended.synced, now)
         self.has_finished |= self.report.has_finished
         self.report = Report()
-        for group in ended.counting:
-            del self._num_skips[group.group]
+        counting = {group.group for group in ended.counting}
+        recovered = self._metrics.commit(counting, self.generation, ended.commit, now)
+        for number in counting:
+            del self._num_skips[number]
         missing = ended.missing()
         voters = [group for group in ended.groups if group not in missing]
         self._update_copies(ended, voters, now)
@@ -574,7 +576,6 @@ class SyncRounds:
                 group.copy = "absent"  # it was told to start over
         for group in missing:
             self._end_round_of(group, ended.number)
-        recovered = self._metrics.commit(self.generation, self.ledger.commit, now)
         self._emit_membership(now)
         if recovered:
             self._effects.append(recovered)

@@ -26,7 +26,7 @@ def test_time_counts_once_it_is_committed() -> None:
         meter.start(group, 0)
         meter.train(group, 10)
         meter.train(group, 16)  # Training again does not start the clock again.
-    meter.commit(40)
+    meter.commit({0, 1, 2}, 40)
     assert meter.read(40)[0] == 60
     assert lost(meter, 40) == {"start": 20}
     values = meter.metrics(40, step=7, durable_step=4)
@@ -45,11 +45,11 @@ def test_the_work_of_a_lost_group_is_redone_and_its_absence_is_recovery() -> Non
     meter = GoodputMeter()
     meter.start(0, 0)
     meter.train(0, 0)
-    meter.commit(10)
+    meter.commit({0, 1, 2}, 10)
     meter.lose(0, 13)
     meter.start(0, 18)
     meter.train(0, 20)
-    meter.commit(30)
+    meter.commit({0, 1, 2}, 30)
     assert meter.read(30)[0] == 20
     assert lost(meter, 30) == {"redo": 3, "recovery": 5, "start": 2}
     assert meter.losses_per_s(30) == 1 / 30
@@ -64,17 +64,28 @@ def test_what_is_no_training_is_told_from_work_that_counts_or_is_lost() -> None:
     meter.train(0, 0)
     meter.spend(0, "checkpoint", 2)
     meter.spend(0, "validation", 3)
-    meter.commit(20)
+    meter.commit({0, 1, 2}, 20)
     assert meter.read(20)[0] == 15
     meter.spend(0, "hang", 90)
     meter.lose(0, 120)
     assert lost(meter, 120) == {"checkpoint": 2, "validation": 3, "hang": 90, "redo": 10}
 
 
+def test_only_groups_that_trained_what_is_committed_gain_by_it_and_others_have_waited() -> None:
+    meter = GoodputMeter()
+    for group in (0, 1):
+        meter.train(group, 0)
+    meter.spend(1, "checkpoint", 2)
+    meter.commit({0}, 10)
+    assert meter.read(10)[0] == 10
+    assert lost(meter, 10) == {"checkpoint": 2, "recovery": 8}
+    assert meter.num_training == 2
+
+
 def test_a_group_that_left_costs_nothing_more() -> None:
     meter = GoodputMeter()
     meter.train(0, 0)
-    meter.commit(5)
+    meter.commit({0, 1, 2}, 5)
     meter.leave(0, 5)
     assert meter.read(50)[0] == 5
     assert not lost(meter, 50)
@@ -86,7 +97,7 @@ def test_no_time_is_lost_of_lost_groups_that_the_job_does_not_want_back() -> Non
     meter.want([0, 1], 0, now=0)
     for group in (0, 1):
         meter.train(group, 10)
-    meter.commit(20)
+    meter.commit({0, 1, 2}, 20)
     meter.lose(1, 20)
     meter.want([0], 1, now=25)
     meter.want([0, 1, 2], 0, now=30)  # it starts again, and a spare replaces one that is drained
@@ -111,7 +122,7 @@ def test_every_second_of_every_group_is_accounted_for(
     for action, group, wait_s, amount_s in happenings:
         now += wait_s
         if action == "commit":
-            meter.commit(now)
+            meter.commit({group}, now)
         elif action == "spend":
             meter.spend(group, "checkpoint", amount_s)
         else:

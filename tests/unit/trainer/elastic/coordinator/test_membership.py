@@ -82,6 +82,12 @@ def begun_alone(**policy) -> World:
     return world
 
 
+def goodput(world: World) -> tuple[float, float]:
+    """Group-seconds until now that count, and those lost to recovery."""
+    useful_s, lost_s = world.membership._metrics.goodput.read(world.now)
+    return useful_s, lost_s["recovery"]
+
+
 def listening(world: World, group: int) -> bool:
     """Whether a group copies what it is to train."""
     return standings(world).get(group) == "listening" and bool(world.groups[group].copy)
@@ -134,11 +140,13 @@ def test_below_min_groups_nothing_is_trained_until_enough_have_copied_the_state(
         world.wait(2)
         world.exchange(50)
     rows, commit = world.ledger.rows_done, world.ledger.commit
+    useful_s, recovery_s = goodput(world)
     for _ in range(3):
         world.wait(2)
         world.exchange(50)
     assert world.ledger.rows_done == rows < ROWS * EPOCHS
     assert world.ledger.commit <= commit + 3, "a round a second at most, for who copies"
+    assert goodput(world) == (useful_s, recovery_s + 3 * 6), "the group that waits trains nothing"
     world.start_group(1)
     for _ in range(10):
         world.wait(2)
@@ -562,7 +570,10 @@ def test_a_listener_without_a_donor_ends():
 def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
     world = running()
     world.want(0, 2, leaving={1: "resize"})
+    began_s = goodput(world)[0]
+    world.now += 7
     world.run_until(lambda: world.groups[1].is_through)
+    assert goodput(world)[0] == began_s + 3 * 7, "what it trained last is in the commit too"
     (left,) = world.told("group_left")
     assert (left.group, left.cause) == (1, "resize")
     assert not world.told("group_lost")
@@ -1103,16 +1114,16 @@ def test_a_pause_is_what_a_recovery_took_beyond_the_usual():
     chronicle = RunMetrics(rows_per_step=10)
     for now in (1.0, 2.0, 3.0):
         chronicle.start_round()
-        assert chronicle.commit(generation=1, commit=int(now), now=now) is None
+        assert chronicle.commit({0}, generation=1, commit=int(now), now=now) is None
     chronicle.start_round()
     chronicle.record_incident("connection", 3.5, syncs_lost=1)
     chronicle.record_incident("group 1 was lost", 3.6)
     chronicle.start_round()
-    recovered = chronicle.commit(generation=2, commit=4, now=4.5)
+    recovered = chronicle.commit({0}, generation=2, commit=4, now=4.5)
     assert recovered
     assert recovered.pause_s == pytest.approx(0.5)
     assert (recovered.cause, recovered.syncs_lost, recovered.num_tries) == ("connection", 1, 2)
-    assert chronicle.commit(generation=2, commit=5, now=5.5) is None
+    assert chronicle.commit({0}, generation=2, commit=5, now=5.5) is None
 
 
 def test_steps_are_at_risk_until_a_checkpoint_holds_them_also_after_a_restart():

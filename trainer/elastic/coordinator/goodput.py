@@ -94,6 +94,10 @@ class GoodputMeter:
         """The group is gone with what it trained since the newest commit; the job wants it back."""
         slot = self._slots.get(group)
         self._num_losses += slot is not None and slot.is_training
+        self.demote(group, now)
+
+    def demote(self, group: int, now: float) -> None:
+        """What the group trained since the newest commit is lost; it has to copy another one."""
         self._close(group, now)
         self._slots[group] = _Slot("recovery", now)
 

@@ -360,14 +360,19 @@ class SyncRounds:
             )
             self._effects.append(skipped)
         self.ledger = self._book.entered_in(self.ledger)
-        self._book.give_back(group.group)
-        group.demote()
+        self._demote(group, now)
         if others:
             return
         message = "a loss or a gradient became NaN and no other group holds the state"
         for listener in [each for each in self._groups.present if each.standing == "listening"]:
             self._effects += listener.dismiss(fenced(message))
             self.let_go(listener, "poisoned", now)
+
+    def _demote(self, group: Group, now: float) -> None:
+        """A current group's work since the last commit counts no more; its leases return."""
+        self._book.give_back(group.group)
+        self._metrics.goodput.demote(group.group, now)
+        group.demote()
 
     def lose_guilty(self, now: float) -> None:
         """Give up the group that makes rounds fail, once those who were in the last are back."""
@@ -508,8 +513,7 @@ class SyncRounds:
             self.fail(EndReason.DIVERGED, str(failures.DivergenceError(found)), now)
             return
         for group in differing:
-            self._book.give_back(group.group)
-            group.demote()
+            self._demote(group, now)
         self._end_round("copies of a shard differed", now)
 
     def _answer_late(self, group: Group, vote: Vote, now: float) -> None:

@@ -108,7 +108,7 @@ def test_no_time_is_lost_of_lost_groups_that_the_job_does_not_want_back() -> Non
     assert meter.num_training == 1, "who is asked to leave trains until then"
 
 
-ACTIONS = st.sampled_from(["start", "train", "lose", "commit", "spend"])
+ACTIONS = st.sampled_from(["start", "train", "lose", "demote", "commit", "spend"])
 HAPPENINGS = st.lists(
     st.tuples(ACTIONS, st.integers(0, 2), st.integers(0, 20), st.integers(0, 30)), max_size=30
 )

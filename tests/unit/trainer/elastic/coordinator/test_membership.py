@@ -88,6 +88,11 @@ def goodput(world: World) -> tuple[float, float]:
     return useful_s, lost_s["recovery"]
 
 
+def current(world: World) -> int:
+    """How many groups train, as the metrics say."""
+    return world.membership._metrics.goodput.num_training
+
+
 def listening(world: World, group: int) -> bool:
     """Whether a group copies what it is to train."""
     return standings(world).get(group) == "listening" and bool(world.groups[group].copy)
@@ -699,7 +704,15 @@ def test_rows_that_poison_the_loss_are_left_out_and_their_group_starts_over(num_
         assert {each.cause for each in world.told("group_left")} == {"poisoned"}
         assert not world.told("group_lost")
     else:
+        world.run_until(lambda: current(world) == num_groups)
+        useful_s, recovery_s = goodput(world)
+        world.now += 7
         world.run_until(lambda: world.told("rows_skipped"))
+        assert current(world) == num_groups - 1
+        world.now += 5
+        others_s = (num_groups - 1) * (7 + 5)
+        assert goodput(world) == (useful_s + others_s, recovery_s + 5), "but not what it skipped"
+        assert not world.membership._metrics.goodput.losses_per_s(world.now)
         (skipped,) = world.told("rows_skipped")
         assert skipped.start <= 5 < skipped.stop
         assert list(standings(world).values()).count("listening") == 1
@@ -737,6 +750,7 @@ def test_a_group_whose_copy_differs_gives_its_rows_back_and_copies_another(overl
     assert (found.table, found.shard, found.ranks) == ("users", 1, [NUM_RANKS + 1])
     assert found.action == "rebroadcast"
     world.run_until(lambda: standings(world)[1] == "listening")
+    assert current(world) == 2, "whoever copies does not train"
     world.run_to_end()
     world.check_rows()
     assert not world.spoilt and len(world.told("divergence")) == 1

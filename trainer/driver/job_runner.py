@@ -101,9 +101,14 @@ class JobGoodput:
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._report(now)
 
-    def end(self, now: float, *, is_lost: bool) -> None:
-        """The workers ended: with a checkpoint, or lost with what they trained since."""
+    def end(self, now: float, *, is_lost: bool, is_hung: bool = False) -> None:
+        """The workers ended: with a checkpoint, or lost with what they trained since.
+
+        Those that hung did so since their last word.
+        """
         self.poll(now)
+        if is_hung:
+            self._meter.spend(_ALL, "hang", now - self._seen_until)
         if is_lost:
             self._meter.lose(_ALL, now)
             self.step = self.durable_step
@@ -122,6 +127,8 @@ class JobGoodput:
             self.durable_step = record.step
             self.step = max(self.step, record.step)
             self._meter.commit({_ALL}, at)
+        elif isinstance(record, Metrics):
+            self._meter.spend(_ALL, "checkpoint", record.values.get("checkpoint/stall_s", 0.0))
 
     def _report(self, now: float) -> None:
         self._reported_at = now
@@ -329,7 +336,8 @@ class JobRunner:
             return given_up
         failure = future.result()
         failure = given_up if failure and given_up else failure
-        self._goodput.end(time.time(), is_lost=failure is not None)
+        is_hung = failure is not None and failure.reason == EndReason.HANG
+        self._goodput.end(time.time(), is_lost=failure is not None, is_hung=is_hung)
         return self._judge(run_index, failure)
 
     def _plan(self) -> Plan | None:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import ANY, create_autospec
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,15 @@ from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
 from trainer.driver.attempt import MIRROR_S, PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
 from trainer.driver.autoscale import CapacityManager, CapacityRequest
 from trainer.driver.cluster import Host
-from trainer.driver.job_runner import Bounds, JobRunner, Plan, cause_to_stop, need_of, plan
+from trainer.driver.job_runner import (
+    Bounds,
+    JobGoodput,
+    JobRunner,
+    Plan,
+    cause_to_stop,
+    need_of,
+    plan,
+)
 from trainer.driver.ray_train import TrainRun
 from trainer.errors import StorageError
 from trainer.failures import EndReason, Failure
@@ -357,9 +366,11 @@ def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_end
     world: World,
 ) -> None:
     world.hangs_at = 20
+    goodput = world.runner._goodput = create_autospec(JobGoodput)
     outcome = world.runner.run_once(0)
     assert isinstance(outcome, Failure)
     assert outcome.reason == EndReason.HANG
+    goodput.end.assert_called_once_with(ANY, is_lost=True, is_hung=True)
     assert world.killed == [("a", {11, 12})]
     assert world.now >= 22, "first they log what they do"
     config = world.launched[0].config

@@ -190,3 +190,20 @@ def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Pat
     goodput.end(95.0, is_lost=True)
     assert told[-1].values["goodput/lost_s/start"] == pytest.approx(25.0)
     assert told[-1].values["goodput/lost_s/redo"] == pytest.approx(20.0)
+
+
+def test_the_job_domain_tells_stalls_of_saves_and_hangs_from_work(tmp_path: Path) -> None:
+    told: list[Metrics] = []
+    goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
+    goodput.begin(stream, now=0.0)
+    stall = Metrics(time=31.0, step=20, values={"checkpoint/stall_s": 2.0})
+    for event in (started(10.0), checkpoint(30.0, step=20), stall, progress(50.0, step=40)):
+        EventWriter(stream).write(event)
+    goodput.end(140.0, is_lost=True, is_hung=True)
+    lost_s = {name: each_s for name, each_s in told[-1].values.items() if "lost_s" in name}
+    assert {name.rpartition("/")[2]: each_s for name, each_s in lost_s.items() if each_s} == {
+        "start": 10.0,
+        "checkpoint": 2.0,
+        "hang": 90.0,
+        "redo": 18.0,
+    }

@@ -22,8 +22,9 @@ from trainer.coordination.messages import Heartbeat, HeartbeatPhase, Ledger
 from trainer.protocol.events import Metrics, Recovered
 
 Cause = Literal["start", "recovery", "hang", "checkpoint", "validation", "redo"]
-"""Why a group trained nothing that counts: it started (with its copy from a peer); it was gone, or
-waited for others; it hung; it saved; it validated; its work was lost with it."""
+"""Why a group trained nothing that counts: it started (with its copy from a peer); it was lost and
+has not trained again, or waited for others; it hung; it saved; it validated; its work was lost
+with it."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 _NUM_SYNC_INTERVALS = 21
 _NOT_TRAINING: dict[HeartbeatPhase, Cause] = {
@@ -56,9 +57,14 @@ class GoodputMeter:
         return sum(slot.is_training for slot in self._slots.values())
 
     def start(self, group: int, now: float) -> None:
-        """The job wants this group, or a new incarnation joined: its time is lost to `start`."""
-        self._close(group, now)
-        self._slots[group] = _Slot("start", now)
+        """The job wants this group, or a new incarnation joined: its time is lost to `start`.
+
+        Not that of one which the job lost: until it trains again, that is lost to `recovery`.
+        """
+        slot = self._slots.get(group)
+        if slot is None or slot.is_training:
+            self._close(group, now)
+            self._slots[group] = _Slot("start", now)
 
     def want(self, groups: Collection[int], num_missing: int, now: float) -> None:
         """The job wants these groups, and so many of those that do not train any more."""

@@ -51,7 +51,7 @@ def test_the_work_of_a_lost_group_is_redone_and_its_absence_is_recovery() -> Non
     meter.train(0, 20)
     meter.commit({0, 1, 2}, 30)
     assert meter.read(30)[0] == 20
-    assert lost(meter, 30) == {"redo": 3, "recovery": 5, "start": 2}
+    assert lost(meter, 30) == {"redo": 3, "recovery": 7}
     assert meter.losses_per_s(30) == 1 / 30
     meter.lose(0, 30)
     meter.start(0, 40)
@@ -179,16 +179,16 @@ def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Pat
     EventWriter(second).write(checkpoint(90.0, step=40))
     goodput.end(90.0, is_lost=False)
     values = told[-1].values
-    assert values["goodput/lost_s/start"] == pytest.approx(20.0)
+    assert values["goodput/lost_s/start"] == pytest.approx(10.0)
     assert values["goodput/lost_s/redo"] == pytest.approx(20.0)
-    assert values["goodput/lost_s/recovery"] == pytest.approx(10.0)
+    assert values["goodput/lost_s/recovery"] == pytest.approx(20.0)
     assert values["goodput/share"] == pytest.approx(40.0 / 90.0)
     assert values["risk/steps_undurable"] == 0.0
     assert told[-1].step == 40
 
     goodput.begin(tmp_path / "workers-2.jsonl", now=95.0)
     goodput.end(95.0, is_lost=True)
-    assert told[-1].values["goodput/lost_s/start"] == pytest.approx(25.0)
+    assert told[-1].values["goodput/lost_s/start"] == pytest.approx(15.0)
     assert told[-1].values["goodput/lost_s/redo"] == pytest.approx(20.0)
 
 

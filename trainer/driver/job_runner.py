@@ -126,7 +126,8 @@ class JobGoodput:
         elif isinstance(record, CheckpointCommitted):
             self.durable_step = record.step
             self.step = max(self.step, record.step)
-            self._meter.commit({_ALL}, at)
+            # It holds what they had trained when the save began.
+            self._meter.commit({_ALL}, at - record.duration_s)
         elif isinstance(record, Metrics):
             self._meter.spend(_ALL, "checkpoint", record.values.get("checkpoint/stall_s", 0.0))
 

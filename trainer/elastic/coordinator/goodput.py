@@ -89,12 +89,12 @@ class GoodputMeter:
             slot.spent[cause] += seconds
 
     def commit(self, counting: Collection[int], now: float) -> None:
-        """What these groups trained until now counts; others that train have waited."""
+        """What these groups trained until `now`, which may be past, counts; others have waited."""
         for group, slot in self._slots.items():
             if slot.is_training and group in counting:
-                self._useful_s += self._settle(slot, now)
+                self._useful_s += self._settle(slot, max(now, slot.since))
             elif slot.is_training:
-                self._lost_s["recovery"] += self._settle(slot, now)
+                self._lost_s["recovery"] += self._settle(slot, max(now, slot.since))
 
     def lose(self, group: int, now: float) -> None:
         """The group is gone with what it trained since the newest commit; the job wants it back."""

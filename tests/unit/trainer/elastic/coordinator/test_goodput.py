@@ -122,7 +122,7 @@ def test_every_second_of_every_group_is_accounted_for(
     for action, group, wait_s, amount_s in happenings:
         now += wait_s
         if action == "commit":
-            meter.commit({group}, now)
+            meter.commit({group}, now - amount_s)
         elif action == "spend":
             meter.spend(group, "checkpoint", amount_s)
         else:
@@ -144,8 +144,8 @@ def started(time: float, resumed_step: int = 0) -> WorkersStarted:
     return workers_started().model_copy(update={"time": time, "resumed_step": resumed_step})
 
 
-def checkpoint(time: float, step: int) -> CheckpointCommitted:
-    return CheckpointCommitted(time=time, step=step, path="", size_bytes=0, duration_s=0.0)
+def checkpoint(time: float, step: int, took_s: float = 0.0) -> CheckpointCommitted:
+    return CheckpointCommitted(time=time, step=step, path="", size_bytes=0, duration_s=took_s)
 
 
 @pytest.mark.parametrize("ahead_s", [-40.0, 40.0])
@@ -207,3 +207,16 @@ def test_the_job_domain_tells_stalls_of_saves_and_hangs_from_work(tmp_path: Path
         "hang": 90.0,
         "redo": 18.0,
     }
+
+
+def test_what_is_trained_beside_a_save_is_not_in_that_checkpoint(tmp_path: Path) -> None:
+    told: list[Metrics] = []
+    goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
+    goodput.begin(stream, now=0.0)
+    # The second one began before the first was there.
+    saves = (checkpoint(50.0, step=20, took_s=20.0), checkpoint(52.0, step=20, took_s=30.0))
+    for event in (started(10.0), *saves):
+        EventWriter(stream).write(event)
+    goodput.end(55.0, is_lost=True)
+    assert told[-1].values["goodput/share"] == pytest.approx(20.0 / 55.0)
+    assert told[-1].values["goodput/lost_s/redo"] == pytest.approx(25.0)

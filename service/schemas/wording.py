@@ -363,10 +363,8 @@ def group_facts(
         newest = max((checkpoint.step for checkpoint in checkpoints), default=0)
         steps = max(0, job.progress.step - newest)
     if steps is not None:
-        rows = compact(steps * job.spec.parallelism.world_size * job.spec.data.batch_size)
         hint = "Steps that the newest durable checkpoint does not hold"
-        text = f"{steps:,} steps ({rows} rows) since the newest checkpoint"
-        facts.append(Fact("At risk", text, hint=hint))
+        facts.append(Fact("At risk", f"{steps:,} steps since the newest checkpoint", hint=hint))
     return facts
 
 

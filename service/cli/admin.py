@@ -41,7 +41,6 @@ from service.schemas.admin import (
 )
 from service.schemas.jobs import QueueOut
 from service.schemas.wording import age, due, duration, of_limit
-from service.settings import faults_of
 
 keys_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 _DAY_S = 86_400.0
@@ -164,6 +163,7 @@ def _roles(given: list[str], *, admin: bool) -> dict[str, Any]:
 def _first_key(name: str, roles: dict[str, Any], expires_in_s: float | None) -> NewKey | None:
     """The very first key, made in the database of the settings; None where that has a key."""
     from service.auth.security import create_first_key
+    from service.settings import faults_of
 
     try:
         made = create_first_key(name, roles, expires_in_s)

@@ -88,17 +88,18 @@ def select_jobs() -> Select[Any]:
 
 def select_page(wanted: JobFilter, projects: Collection[str] | None, limit: int) -> Select[Any]:
     """The newest `limit` jobs that a filter wants, of some projects or of all."""
-    walks = [_walk(wanted, kind, limit) for kind in _kinds(wanted.statuses, projects)]
+    walks = [_walk(wanted, kind, limit) for kind in _kinds(wanted, projects)]
     merged = union_all(*(select(walk.subquery().c.id) for walk in walks)).subquery()
     page = select(merged.c.id).order_by(merged.c.id.desc()).limit(limit)
     return select_jobs().where(jobs.c.id.in_(page)).order_by(jobs.c.id.desc())
 
 
-def _kinds(statuses: Collection[JobStatus], projects: Collection[str] | None) -> list[Kind]:
-    """One kind for each walk: its jobs lie newest first in an index."""
+def _kinds(wanted: JobFilter, projects: Collection[str] | None) -> list[Kind]:
+    """One kind for each walk: its jobs lie newest first in an index. A search scans it: once."""
+    statuses = wanted.statuses
     by_status: list[Collection[JobStatus]] = [(each,) for each in sorted(set(statuses))]
     by_project: list[Collection[str] | None] = [(name,) for name in sorted(projects or ())]
-    if len(by_status) * len(by_project) > _MAX_WALKS:
+    if wanted.search or len(by_status) * len(by_project) > _MAX_WALKS:
         return [(statuses, projects)]
     return list(product(by_status or [()], by_project or [None]))
 

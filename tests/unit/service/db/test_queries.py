@@ -278,7 +278,9 @@ def test_downsampling_keeps_extremes_last_step_and_mean(
     assert max(p.max for p in points) == max(values)
     assert points[-1].step == len(values) - 1
     assert [p.step for p in points] == sorted(p.step for p in points)
-    if max_points == 1:
+    if max_points > 1:
+        assert points[-1].value == points[-1].min == values[-1], "the newest is not averaged"
+    else:
         assert points[0].value == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-6)
 
 
@@ -356,6 +358,12 @@ def test_no_list_reads_all_jobs(tmp_path: Path) -> None:
         plan = _plan(tmp_path, call)
         scans = [step for step in plan if "SCAN jobs" in step or "SCAN job_" in step]
         assert (bool(plan), scans) == (True, []), wanted
+
+
+def test_a_search_goes_through_all_names_once(tmp_path: Path) -> None:
+    wanted = JobFilter(search="night", statuses=[JobStatus.FAILED, JobStatus.QUEUED])
+    plan = _plan(tmp_path, lambda store: store.list_jobs(wanted, projects=["p", "q"]))
+    assert len([step for step in plan if "SCAN jobs" in step]) == 1
 
 
 def test_looks_at_live_jobs_go_by_index(tmp_path: Path) -> None:

@@ -239,8 +239,7 @@ class EndReason(StrEnum):
         "non_finite",
         EndRule(
             "Lower optimizer.sparse.lr or optimizer.dense.lr, add a warm-up (optimizer.schedule), "
-            "look for outliers in the data, or leave such rows out with "
-            "training.on_non_finite: skip."
+            "or look for outliers in the data."
         ),
     )
     # Bad rows are left out from then on; too many of them are no accident.

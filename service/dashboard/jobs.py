@@ -388,6 +388,7 @@ class ListPage:
         leave, colour = "Keep them", "color=negative"
         with asking(title, f"{verb} jobs", act, leave=leave, colour=colour) as dialog:
             ui.label(told)
+        dialog.on("hide", dialog.delete)
         dialog.open()
 
     def _clear_selection(self) -> None:

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Collection
 from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 
 from nicegui import events, ui
 
@@ -84,13 +85,14 @@ editor.scrollDOM.tabIndex = 0;
 
 
 class NewJobPage:
-    """One reader's draft of a job; the address has the id of a job to begin with, if any."""
+    """One reader's draft of a job; the address has the job or template to begin with, if any."""
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest
-        self._source = ui.context.client.request.query_params.get("source", "")
+        query = ui.context.client.request.query_params
+        self._source, wanted = query.get("source", ""), query.get("template", _DEFAULT_TEMPLATE)
         self._templates = spec_text.templates()
-        self._template = ""
+        self._template = wanted if wanted in self._templates and not self._source else ""
         self._key = str(uuid.uuid4())
         self._is_syncing = False
         self._pending: ui.timer | None = None
@@ -149,7 +151,6 @@ class NewJobPage:
             document = spec_of_clone(job.spec).model_dump(mode="json", exclude_defaults=True)
             self._templates[""] = spec_text.written(document)
         elif _DEFAULT_TEMPLATE in self._templates:
-            self._template = _DEFAULT_TEMPLATE
             text, projects = self._templates[_DEFAULT_TEMPLATE], self._rest.reader().projects
             known = await asyncio.to_thread(self._with_known_data, text, projects)
             self._templates[_DEFAULT_TEMPLATE] = known
@@ -232,6 +233,9 @@ class NewJobPage:
 
     async def _use_template(self) -> None:
         self._template = str(self._choice.value)
+        query = {"template": self._template} if self._template else {"source": self._source}
+        # The draft is kept by its address, and is no copy of the job any more.
+        ui.navigate.history.replace(f"{MOUNT_PATH}/new?{urlencode(query)}")
         self._editor.set_value(self._templates[self._template])
 
     def _text_changed(self) -> None:

@@ -138,7 +138,10 @@ def read_points(
     to_step: int | None,
     max_points: int,
 ) -> list[MetricPoint]:
-    """Points of one metric in step order: as they are, or in `max_points` buckets of steps."""
+    """Points of one metric in step order: as they are, or in at most `max_points` buckets of steps.
+
+    The last step has one of its own, so that the last point is what was told last.
+    """
     named = connection.execute(_ID_OF_NAME, {"job_id": job_id, "name": name})
     wanted = {
         "name_id": named.scalar_one_or_none(),
@@ -149,8 +152,8 @@ def read_points(
     if span.num_points <= max_points:
         found = connection.execute(_AS_THEY_ARE, wanted)
         return [MetricPoint(step, at, *[_nan_if_null(value)] * 3) for step, at, value in found]
-    width = span.last - span.first + 1
-    buckets = {**wanted, "first": span.first, "width": width, "num_buckets": max_points}
+    width = span.last - span.first
+    buckets = {**wanted, "first": span.first, "width": width, "num_buckets": max_points - 1}
     rows = connection.execute(_IN_BUCKETS, buckets)
     return [
         MetricPoint(

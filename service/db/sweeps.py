@@ -19,7 +19,7 @@ from service.db.engine import Transactions, repeated
 from service.db.queries import select_jobs
 from service.db.rows import faults_of, job_of
 from service.db.tables import jobs, metric_names, metric_points, sweep_trials, sweeps
-from service.domain.models import Job
+from service.domain.models import Job, JobStatus
 from service.domain.sweeps import Observed, Sweep, SweepStatus, Trial
 from service.errors import ServiceError, SweepEnded, SweepNotEnded, SweepNotFound
 
@@ -122,10 +122,10 @@ class SweepStore(Transactions):
         ids = [trial.job_id for trial in found if trial.job_id is not None]
         rows = self.rows(select_jobs().where(jobs.c.id.in_(ids)))
         readable = {job.id: job for job in self.readable(rows, job_of)}
-        unreadable = {row["id"] for row in rows} - readable.keys()
+        live = {row["id"] for row in rows if not JobStatus(row["status"]).is_terminal}
         pairs = [(trial, readable.get(trial.job_id or "")) for trial in found]
         return [
-            Observed(trial, job, self._reached(sweep, trial, job), trial.job_id in unreadable)
+            Observed(trial, job, self._reached(sweep, trial, job), not job and trial.job_id in live)
             for trial, job in pairs
         ]
 

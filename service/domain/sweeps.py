@@ -166,7 +166,7 @@ class Observed:
     """A trial with its job, None if there is none (any more), as they are now.
 
     `reached` is the metric's value at the next rung, None while that is ahead. A job that
-    `is_unreadable` was stored by another version of the service, which may be running it.
+    `is_unreadable` was stored by another version of the service, and has not ended.
     """
 
     trial: Trial

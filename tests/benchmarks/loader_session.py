@@ -69,11 +69,11 @@ def measure(folder: Path, run_dir: Path) -> dict[str, float]:
         for record in records
         if isinstance(record, Metrics)
         and record.step > WARMUP_STEPS
-        and "data/wait_s" in record.values
+        and "phase/data_wait_s" in record.values
     ]
     return {
         "step_s": sum(1 / report["speed/steps_per_s"] for report in reports) / len(reports),
-        "wait_s": sum(report["data/wait_s"] for report in reports) / len(reports),
+        "wait_s": sum(report["phase/data_wait_s"] for report in reports) / len(reports),
     }
 
 

@@ -357,7 +357,7 @@ def job_body(**changes: Any) -> dict[str, Any]:
         started_at=1002.0,
         current_attempt_id=ATTEMPT_ID,
         version=3,
-        progress=Progress(step=50, total_steps=200, rows=51200, rows_per_s=21300.0, eta_s=72.0),
+        progress=Progress(step=50, total_steps=200, rows=51200, rows_per_s=2130.0, eta_s=72.0),
         latest_metrics={"train/loss": 0.41, "validation/rmse": 0.934},
     )
     return {

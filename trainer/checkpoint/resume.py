@@ -85,7 +85,9 @@ def restore(
         return None
     message = f"warm start from checkpoint {warm.path}, at step {warm.commit.step}"
     origin = f"warm-{warm.path.name}"
-    if warm.commit.row_order.encodings in (None, row_order.encodings):
+    wanted = spec.checkpoint.warm_start
+    is_chosen = wanted is not None and wanted.tables is not None
+    if is_chosen or warm.commit.row_order.encodings in (None, row_order.encodings):
         return Restored(origin, message, "info")
     message += (
         ". Its data had other vocabularies or hash sizes, so rows of tables may stand for other "

@@ -63,8 +63,9 @@ logger = logging.getLogger(__name__)
 class Interval:
     """What this rank trained between two syncs.
 
-    `sums`, float64 [2] on the device, are the loss of its rows and, where they are not all alike,
-    the weights of the whole group's rows. It took `train_s`; `num_quarantined` rows were left out.
+    `sums`, float64 [2] on the device, are 0, or NaN where a loss or a gradient was not finite, and,
+    where its rows are not all alike, the weights of the whole group's rows. It took `train_s`;
+    `num_quarantined` rows were left out.
     """
 
     sums: torch.Tensor
@@ -231,10 +232,9 @@ class GroupSession(Session):
         every = self.spec.training.accumulate_steps
         is_dense_step = is_last or (interval.num_steps + 1) % every == 0
         step = min(self.state.step + self._num_steps_ahead + 1, self.total_steps)
-        loss = self.run_step(batch, step, is_dense_step)
+        self.run_step(batch, step, is_dense_step)
         interval.num_steps += 1
         interval.num_quarantined += batch.quarantined.total()
-        interval.sums[0] += loss * batch.weight.sum()
         if self.loss_weighting.is_on:
             interval.sums[1] += self.loss_weighting.total
         if self._is_syncing and interval.num_steps == self.spec.parallelism.sync.overlap_steps:

@@ -194,8 +194,8 @@ def plan_group(
     """
     kept = 1 - spec.parallelism.planner.storage_reservation
     usable_bytes, host_bytes = (int(each * kept) for each in memory_bytes)
-    constraints = table_constraints(spec, ranks_per_host, device_type)
     try:
+        constraints = table_constraints(spec, ranks_per_host, device_type)
         topology = topology_of(
             size, ranks_per_host, device_type, (usable_bytes, host_bytes), bandwidths
         )
@@ -205,6 +205,8 @@ def plan_group(
         return _search_narrowed(model, spec, table_sharders, topology, constraints, usable_bytes)
     except PlannerError as error:
         raise PlanError(_why_not(spec, usable_bytes, error)) from error
+    except PlanError:
+        raise
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
         raise PlanError(f"TorchRec's planner failed on this spec with {error!r}") from error
 

@@ -204,13 +204,13 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 METRICS = {
     "train/METRIC": "loss and task metrics since the last report; of several tasks "
     "`train/TASK/METRIC`, and `train/loss` is their weighted sum",
-    "validation/METRIC": "the same of the validation part; none of no rows, and no `ne` of rows of "
-    "one class",
-    "speed/rows_per_s": "rows a second by all ranks since the last report, without pauses",
+    "validation/METRIC": "the same of the validation part; none of no rows, and no `ne` or `auc` "
+    "of rows of one class",
+    "speed/rows_per_s": "rows a second by all ranks since the last report; without validations and "
+    "saves, but where groups are failure domains",
     "speed/steps_per_s": "steps per second, likewise",
     "phase/PHASE_s": f"seconds of a step, mean over the ranks: {', '.join(PHASES)}",
     "phase/lookup_s/POSITION": "the most of the ranks at this position of their sharding groups",
-    "data/wait_s": "seconds of a step that training waited for data",
     "data/quarantined_rows": "rows left out since the last report",
     "sync/time_s": "seconds of a sync, the mean since the last report",
     "sync/bytes": "bytes that a rank sent for a sync, likewise",

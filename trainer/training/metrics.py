@@ -260,10 +260,12 @@ class _TaskMetrics:
     def compute(self) -> dict[str, float]:
         """Values by metric; the sums are those of all ranks.
 
-        None where what it is divided by is 0: no `ne` of rows of one class, and no `calibration`
-        without a positive row.
+        None where what it is divided by is 0: no `ne` or `auc` of rows of one class, and no
+        `calibration` without a positive row.
         """
-        values = {} if self._auc is None else {"auc": _auc_of(self._auc)}
+        values = {}
+        if self._auc is not None and self._auc.any(1).all():
+            values["auc"] = _auc_of(self._auc)
         for name, metric in self._metrics.items():
             (seen,) = metric._metrics_computations
             if name == "ne" and not min(seen.pos_labels.item(), seen.neg_labels.item()) > 0:
@@ -300,12 +302,11 @@ def _bins_of(scores: torch.Tensor) -> torch.Tensor:
 def _auc_of(bins: torch.Tensor) -> float:
     """Share of pairs of a negative and a positive row in the right order; half of those in one bin.
 
-    `bins` [2, n] are the weights of both kinds. 0.5 where there is no such pair.
+    `bins` [2, n] are the weights of both kinds, of which there are some.
     """
     negatives, positives = bins
-    pairs = negatives.sum() * positives.sum()
     below = negatives.cumsum(0) - negatives / 2
-    return (positives @ below / pairs).item() if pairs else 0.5
+    return (positives @ below / (negatives.sum() * positives.sum())).item()
 
 
 class LookupCounter:

@@ -261,7 +261,7 @@ class _Awaited(Iterator[Item]):
 
 
 class Speedometer:
-    """Rows and steps per second between reports, waits for data, and what syncs cost.
+    """Rows and steps per second between reports, and what syncs cost.
 
     It starts and stops `phases` along with itself.
     """
@@ -286,7 +286,6 @@ class Speedometer:
         self._started = self._clock()
         self._paused_s = 0.0
         self.num_steps = 0
-        self._wait_s = 0.0
         self._syncs: list[SyncReport] = []
         self._num_timed = 0
 
@@ -295,12 +294,8 @@ class Speedometer:
         return _Awaited(lambda: self._await(batches))
 
     def _await(self, batches: Iterator[Item]) -> Item | None:
-        started = self._clock()
         with self.phases.during("data_wait"):
-            found = next(batches, None)
-        if found is not None:
-            self._wait_s += self._clock() - started
-        return found
+            return next(batches, None)
 
     def step(self) -> None:
         self.num_steps += 1
@@ -328,7 +323,6 @@ class Speedometer:
         values = {
             "speed/steps_per_s": steps_per_s,
             "speed/rows_per_s": steps_per_s * self._rows_per_step,
-            "data/wait_s": self._wait_s / max(self.num_steps, 1),
         }
         if self._num_timed:
             values["sync/time_s"] = sync_s * self.num_steps / self._num_timed

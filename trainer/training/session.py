@@ -59,7 +59,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
-from trainer.training.loss import NON_FINITE_ADVICE, LossWeighting, NonFiniteLossGuard
+from trainer.training.loss import LossWeighting, NonFiniteLossGuard
 from trainer.training.metrics import (
     LookupCounter,
     QuarantineReporter,
@@ -738,7 +738,7 @@ class Session:
         if self.spec.training.max_steps is None:
             self.schedule_shift = planned_anew - self.total_steps
         if self.has_skipped and self.is_finished and not self.state.rows_trained:
-            raise NonFiniteLoss(f"every row was left out, from the first on; {NON_FINITE_ADVICE}")
+            raise NonFiniteLoss("every row was left out: the loss was not finite from the first on")
 
 
 def _format(values: dict[str, float]) -> str:

@@ -426,6 +426,13 @@ def test_list_and_detail_tell_percent_rows_and_time_left(api: Api, halfway: str)
         assert wanted.items() <= found["progress"].items()
 
 
+def test_half_of_the_rows_are_half_of_the_job_though_steps_had_other_sizes_before_a_resize() -> (
+    None
+):
+    resized = Progress(step=10, total_steps=50, rows=5120, rows_per_s=64.0, eta_s=80.0)
+    assert progress_of(resized, JobStatus.RUNNING).percent == 50.0
+
+
 def test_a_job_that_does_not_run_has_no_time_left() -> None:
     found = Progress(step=1, total_steps=2, eta_s=9.0)
     assert progress_of(found, JobStatus.RUNNING).eta_s == 9.0

@@ -93,13 +93,13 @@ def test_plain_lines_tell_events_status_and_progress_now_and_then():
     assert [line for line in lines if line.startswith("ratings")] == ["ratings  RUNNING"]
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 4
-    assert steps[0].endswith("21.3k rows/s, 1m 12s to go, validation/rmse 0.9340")
+    assert steps[0].endswith("2.13k rows/s, 1m 12s to go, validation/rmse 0.9340")
 
 
 def test_the_live_page_shows_status_progress_and_metrics():
     service = FakeService()
     page = rendered(live_page(service.client().get_job("ratings"), ""))
-    for text in ("RUNNING", "50/200", "25.0 %", "21.3k rows/s", "ETA 1m 12s", "loss 0.4100"):
+    for text in ("RUNNING", "50/200", "25.0 %", "2.13k rows/s", "ETA 1m 12s", "loss 0.4100"):
         assert text in page
     service.states[0]["progress"].update(step=0, total_steps=0, percent=0.0)
     page = rendered(live_page(service.client().get_job("ratings"), ""))

@@ -103,7 +103,7 @@ def test_show_tells_layout_progress_and_metrics(service):
     result = shardloom("show", "ratings")
     assert "4 workers (2 replicas x 2 shards)" in result.stdout
     assert not [word for word in ("generation", "copies", "at risk") if word in result.stdout]
-    assert "step 50 of 200 (25.0 %), 51.2k rows, 21.3k rows/s, 1m 12s to go" in result.stdout
+    assert "step 50 of 200 (25.0 %), 51.2k rows, 2.13k rows/s, 1m 12s to go" in result.stdout
     service.states = [job_body(status="STARTING", message="no answer from Ray at http://ray:8265")]
     assert "no answer from Ray at http://ray:8265" in shardloom("show", "ratings").stdout
 
@@ -146,7 +146,7 @@ def test_metrics_and_checkpoints_of_a_job_are_shown(api: Api) -> None:
     for told in (batch(*reports), batch(checkpoint(1200, is_best=True), first_seq=1000)):
         api.post_events(f"{job_id}-a0", told)
     line = shardloom("metrics", "ratings").stdout.splitlines()[1]
-    assert line.split() == ["train/loss", "1.0000", "0.9000", "2.1000", "999", "█" * 12 + "▁" * 12]
+    assert line.split() == ["train/loss", "1.1000", "0.9000", "2.1000", "999", "█" * 12 + "▁" * 12]
     unknown = shardloom("metrics", "ratings", "--name", "train/lose")
     assert (unknown.exit_code, "train/loss" in unknown.stderr) == (2, True)
     saved = shardloom("checkpoints", "ratings").stdout

@@ -62,7 +62,7 @@ from trainer.spec import load_spec
 
 def running_job(**fields: Any) -> Job:
     """A job at half its steps."""
-    progress = Progress(step=50, total_steps=100, rows=51_200, rows_per_s=16_540, eta_s=200)
+    progress = Progress(step=50, total_steps=100, rows=3_308_000, rows_per_s=16_540, eta_s=200)
     job = replace(queued_job(), status=JobStatus.RUNNING, started_at=NOW + 10, progress=progress)
     return replace(job, **fields)
 

@@ -137,7 +137,9 @@ def test_a_trial_whose_job_only_another_version_can_read_goes_on(api, create, mo
     found = api.http.get(f"/v1/sweeps/{sweep_id}").json()
     assert (found["status"], len(found["trials"])) == ("RUNNING", 1)
     api.http.post(f"/v1/jobs/{found['trials'][0]['job_id']}:cancel")
-    runner_of(api).poll()
+    with monkeypatch.context() as patched:
+        patched.setattr("service.db.rows._spec_of", spoil)
+        runner_of(api).poll()
     assert len(trials_of(api, sweep_id)) == 2
 
 

@@ -37,6 +37,7 @@ from trainer.data.reader import encodings_digest, order_digest
 from trainer.protocol.requests import Rewind, read_rewind
 from trainer.protocol.run_dir import RunDir, file_record
 from trainer.spec import validate_spec
+from trainer.spec.training import WarmStartSpec
 
 WRITTEN = RowOrder(90, "as it was")
 CHANGED = RowOrder(110, "another")
@@ -121,13 +122,15 @@ def test_a_warm_start_from_data_with_other_vocabularies_warns(
     monkeypatch.setattr(resume, "warm_start", lambda *_: found)
     checkpoints = SimpleNamespace(newest=lambda: None, group=None, runs_dir=tmp_path)
 
-    def restored(row_order: RowOrder) -> Restored:
-        return resume.restore(None, checkpoints, row_order, None, None)
+    def restored(row_order: RowOrder, tables: tuple[str, ...] | None = None) -> Restored:
+        warm = SimpleNamespace(warm_start=WarmStartSpec(path=str(tmp_path), tables=tables))
+        return resume.restore(SimpleNamespace(checkpoint=warm), checkpoints, row_order, None, None)
 
     assert restored(made).level == "info"
-    other = restored(replace(CHANGED, encodings="those of today"))
-    assert other.level == "warning"
-    assert "other vocabularies" in other.message
+    today = replace(CHANGED, encodings="those of today")
+    assert restored(today).level == "warning"
+    assert "other vocabularies" in restored(today).message
+    assert restored(today, tables=("users",)).level == "info", "they were chosen"
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
@@ -138,7 +141,7 @@ def test_moments_that_are_loaded_become_as_large_as_those_of_the_replicas_that_t
     monkeypatch.setattr(resume, "load_state", optimizers.load)
     monkeypatch.setattr(resume, "load_packed", lambda *_: {})
     monkeypatch.setattr(resume, "find_source", lambda *_: found)
-    warm: Any = SimpleNamespace(path=str(tmp_path))
+    warm: Any = SimpleNamespace(path=str(tmp_path), tables=None)
     spec: Any = SimpleNamespace(moment_scale=6.0, checkpoint=SimpleNamespace(warm_start=warm))
     newest = None if is_warm else found
     checkpoints: Any = SimpleNamespace(newest=lambda: newest, group=None, runs_dir=tmp_path)

@@ -139,7 +139,7 @@ idempotency_keys = Table(
     Column("project", String(64), primary_key=True),
     Column("key", String(255), primary_key=True),
     Column("request_hash", String(64), nullable=False),
-    Column("job_id", ForeignKey("jobs.id"), nullable=False),
+    Column("job_id", ForeignKey("jobs.id"), nullable=False, index=True),
 )
 attempts = Table(
     "attempts",
@@ -343,7 +343,7 @@ webhook_deliveries = Table(
     Column("ended_at", Float),
     Column("status_code", Integer),
     Column("message", Text, nullable=False),
-    Index("ix_webhook_deliveries_state_next_try_at", "state", "next_try_at"),
+    Index("ix_webhook_deliveries_due", "webhook_id", "state", "next_try_at"),
     Index("ix_webhook_deliveries_webhook_id_id", "webhook_id", "id"),
     sqlite_autoincrement=True,
 )

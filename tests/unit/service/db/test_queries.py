@@ -18,6 +18,7 @@ from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.metrics import prune
 from service.db.tables import job_secrets, jobs, metadata, metric_points
+from service.db.webhooks import WebhookStore
 from service.domain.auth import AuditFilter
 from service.domain.job_filter import JobFilter
 from service.domain.models import Attempt, Job, JobStatus, Progress
@@ -371,6 +372,10 @@ def test_looks_at_live_jobs_go_by_index(tmp_path: Path) -> None:
         (lambda store: store.list_live_jobs(), "ix_jobs_live"),
         (lambda store: store.has_queued_jobs(), "ix_jobs_status_id"),
         (lambda store: store.claim_live_jobs("a", lease_s=1, now=1, limit=9), "ix_jobs_live"),
+        (
+            lambda store: WebhookStore(store.engine).claim(NOW, claim_s=1.0),
+            "ix_webhook_deliveries_due (webhook_id=? AND state=? AND next_try_at<?)",
+        ),
     ]
     for call, index in looks:
         plan = _plan(tmp_path, call)

@@ -558,7 +558,7 @@ class Session:
             epoch=self.state.reached.epoch,
             rows=self.state.rows_trained,
             rows_per_s=self.rows_per_s,
-            eta_s=rows_left / self.rows_per_s if self.rows_per_s else 0.0,
+            eta_s=rows_left / self.rows_per_s if self.rows_per_s else math.nan,
         )
 
     def is_validation_step(self) -> bool:

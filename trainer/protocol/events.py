@@ -245,7 +245,7 @@ METRICS = {
     "dynamic/TABLE/evicted": "ids that lost one since the last report",
     "goodput/share": "share of the groups' time that trained rows that count",
     "goodput/lost_s/CAUSE": "group-seconds lost to `start`, `recovery`, `hang`, `checkpoint`, "
-    "`validation`, `redo`",
+    "`validation` (which counts as training where the whole job is one failure domain), `redo`",
     "risk/steps_undurable": "steps that are in no durable checkpoint yet",
     "elastic/groups": "groups that train now",
     "elastic/generation": "number of the membership",

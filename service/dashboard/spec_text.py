@@ -23,8 +23,7 @@ from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import parse_document, set_values
 
-# In an image beside this file, in a checkout at its root.
-_EXAMPLES_DIRS = (Path(__file__).parent / "examples", Path(__file__).parents[2] / "examples")
+_EXAMPLES = Path(__file__).parent / "examples"
 _LINE = re.compile(r"line (\d+), column \d+")
 _PART = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
@@ -224,8 +223,7 @@ def _keys_of(path: str) -> list[str | int]:
 
 def templates() -> dict[str, str]:
     """Texts of the example specs by file name; none where they were not installed."""
-    found = next((folder for folder in _EXAMPLES_DIRS if folder.is_dir()), None)
-    paths = sorted(found.glob("*.yaml")) if found else ()
+    paths = sorted(_EXAMPLES.glob("*.yaml"))
     return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 

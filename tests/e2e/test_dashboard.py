@@ -230,7 +230,7 @@ def test_pages_say_why_they_cannot_be_read_while_the_store_is_away(
 
 
 def test_a_new_job_begins_with_a_copy_an_example_or_nothing(
-    page: Page, running: Job, monkeypatch: pytest.MonkeyPatch
+    page: Page, running: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page.goto(f"/dashboard/new?source={running.id}")
     editor = page.get_by_label("Spec", exact=True)
@@ -241,7 +241,7 @@ def test_a_new_job_begins_with_a_copy_an_example_or_nothing(
         page.get_by_role("combobox", name="Begin with").click()
         page.get_by_role("option", name=chosen).click()
         expect(editor).to_contain_text(text)
-    monkeypatch.setattr(spec_text, "_EXAMPLES_DIRS", ())
+    monkeypatch.setattr(spec_text, "_EXAMPLES", tmp_path)
     page.goto("/dashboard/new")
     expect(editor).to_contain_text("my-job")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -96,6 +97,22 @@ def test_packages_come_from_locks_with_hashes_only() -> None:
                 is_torch = "/tmp/torch.txt" in step
                 assert "--no-deps" in step
                 assert is_local or is_torch or "--require-hashes" in step, step
+
+
+def test_a_wheel_of_what_the_image_is_built_from_has_the_specs_that_new_jobs_begin_with(
+    tmp_path: Path,
+) -> None:
+    for name, said in instructions_of(SERVICE):
+        if name == "COPY" and not said.startswith(("--from", "deploy/")):
+            *sources, target = said.split()
+            subprocess.run(["cp", "-r", *sources, tmp_path / target], cwd=REPO, check=True)
+    # By way of an sdist, as `make wheel` does.
+    build = [sys.executable, "-m", "uv", "build", "--no-build-isolation", "--offline", "--quiet"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    (wheel,) = tmp_path.glob("dist/*.whl")
+    packed = [Path(each) for each in ZipFile(wheel).namelist() if "/examples/" in each]
+    assert {path.parent for path in packed} == {Path("service/dashboard/examples")}
+    assert {path.name for path in packed} == {path.name for path in REPO.glob("examples/*.yaml")}
 
 
 def test_the_service_pod_finds_its_ports_paths_command_and_settings_in_the_image() -> None:

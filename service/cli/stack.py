@@ -158,8 +158,8 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
     home = StackHome.from_environment()
     state = home.read_state() if url is None else None
     with common.open_client(url) as client:
-        is_alive = client.is_alive()
-        cluster = None
+        error = client.why_not_alive()
+        is_alive, cluster = error is None, None
         if is_alive:
             with suppress(ShardloomError):
                 cluster = client.cluster()
@@ -174,7 +174,9 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
             )
         else:
             console().print(_status_page(client.base_url, is_alive, cluster, home, state))
-            if is_alive:
+            if error is not None:
+                console().print(common.describe(error))
+            else:
                 _print_link(client.base_url)
     if not is_alive:
         raise typer.Exit(UNAVAILABLE)
@@ -259,6 +261,4 @@ def _status_page(
     if state is not None:
         grid.add_row("started", age(state.started_at, time.time()))
         grid.add_row("logs", str(home.log_path("service").parent))
-    if not is_alive:
-        grid.add_row("", Text("`shardloom up` starts one on this machine", style="dim"))
     return grid

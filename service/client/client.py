@@ -390,11 +390,15 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
     def is_alive(self) -> bool:
         """Whether a service answers right now; one attempt, never raises."""
+        return self.why_not_alive() is None
+
+    def why_not_alive(self) -> ShardloomError | None:
+        """What a request right now comes to where no service answers; one attempt."""
         try:
             self._send("GET", "/healthz", timeout=2.0)
-        except ShardloomError:
-            return False
-        return True
+        except ShardloomError as error:
+            return error
+        return None
 
 
 def _document(spec: Spec) -> dict[str, Any]:

@@ -17,7 +17,11 @@ class ServiceUnreachable(ShardloomError):
     """No answer at `url`, after the retries; the request may or may not have arrived."""
 
     def __init__(self, url: str, cause: str) -> None:
-        super().__init__(f"no Shardloom service answers at {url} ({cause})")
+        self.is_distrusted = "CERTIFICATE_VERIFY_FAILED" in cause
+        what = f"no Shardloom service answers at {url}"
+        if self.is_distrusted:
+            what = f"the certificate of {url} is not trusted"
+        super().__init__(f"{what} ({cause})")
 
 
 class CredentialsUnusable(ShardloomError):

@@ -17,6 +17,7 @@ from service.client.errors import NotSignedIn, ServiceUnreachable
 from service.client.transport import RetryPolicy
 from tests.harness.builders import spec_document
 from tests.harness.certificates import make_certificate
+from tests.harness.service import shardloom
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import free_port, scaled, wait_for
 from trainer.driver.attempt import DriverContext
@@ -62,10 +63,13 @@ def test_from_the_first_key_to_a_driver_that_posts(
     url = {"SHARDLOOM_URL": service.url}
 
     with (
-        pytest.raises(ServiceUnreachable, match="certificate"),
+        pytest.raises(ServiceUnreachable, match=r"is not trusted .*certificate"),
         ShardloomClient(service.url, api_key=key, retry=ONCE) as client,
     ):
         client.whoami()
+    told = shardloom("status", "--url", service.url)
+    assert "name the certificates (PEM) by which to check it" in told.stdout
+    assert ("is not trusted" in told.stdout, "shardloom up" in told.stdout) == (True, False)
     monkeypatch.setenv("SHARDLOOM_CA_FILE", str(service.certificate))
     with pytest.raises(NotSignedIn), ShardloomClient(service.url, retry=ONCE) as client:
         client.whoami()

@@ -273,8 +273,8 @@ def _job_trouble() -> list[AnyPanel]:
             _of("shardloom_job_divergences", "divergences"),
         ),
         graph(
-            "Pause of recoveries, in all",
-            _of("shardloom_job_recovery_pause_seconds", "pause"),
+            "Commits came later by, for recoveries",
+            _of("shardloom_job_recovery_pause_seconds", "later"),
             unit="s",
         ),
         graph("Steps in no checkpoint", _of("shardloom_job_undurable_steps", "steps")),

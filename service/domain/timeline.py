@@ -252,7 +252,8 @@ def _recovered(event: events.Recovered) -> str:
     if event.syncs_lost:
         redo = f"{counted(event.syncs_lost, 'sync interval')} to redo"
     tries = f", at try {event.num_tries}" if event.num_tries > 1 else ""
-    return f"recovered in {event.pause_s:.2f} s: generation {event.generation}, {redo}{tries}"
+    late = f"the commit came {event.pause_s:.2f} s late"
+    return f"recovered, {late}: generation {event.generation}, {redo}{tries}"
 
 
 def _capacity_requested(event: events.CapacityRequested) -> str:

@@ -189,7 +189,7 @@ _FAMILIES = (
     ),
     _in_attempt(
         "shardloom_job_recovery_pause_seconds",
-        "How long the recoveries of this attempt kept the other groups waiting, in all.",
+        "How much later commits came for the recoveries of this attempt, in all.",
         "recovery_pause_s",
     ),
     _single(

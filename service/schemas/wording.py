@@ -388,7 +388,7 @@ def _membership_facts(job: Job | JobDetail, membership: MembershipOut, now_s: fl
         lost, redo = recovery.syncs_lost, "nothing to redo"
         if lost:
             redo = f"{counted(lost, 'sync interval')} to redo"
-        text = f"in {latency(recovery.pause_s)}, {redo}, {age(recovery.time, now_s)}"
+        text = f"commit {latency(recovery.pause_s)} late, {redo}, {age(recovery.time, now_s)}"
         so_far = f"{counted(membership.num_losses, 'group')} lost so far"
         hint = f"Cause: {recovery.cause}"
         facts.append(Fact("Last recovery", f"{text}; {so_far}", "good", hint))

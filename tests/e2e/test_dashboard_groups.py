@@ -98,7 +98,7 @@ def test_a_loss_and_the_recovery_are_followed_without_a_reload(
     expect(grid.locator(".rank")).to_have_text(["0", "1"] * 3)
     elastic.lose(100)
     expect(page.locator(".heading")).to_contain_text("2 of 3 groups", timeout=LIVE_MS)
-    expect(section).to_contain_text("in 310 ms, nothing to redo")
+    expect(section).to_contain_text("commit 310 ms late, nothing to redo")
     expect(section.locator(".lane i.tone-bad")).to_have_count(1)
     expect(grid.locator(".rank.missing")).to_have_count(2)
     expect(grid.locator(".copies")).to_have_text(["2 of 3", "2 of 3"])

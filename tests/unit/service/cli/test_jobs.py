@@ -141,7 +141,7 @@ def test_an_unreachable_service_is_named_with_a_way_to_start_it(service):
 @pytest.mark.usefixtures("client")
 def test_metrics_and_checkpoints_of_a_job_are_shown(api: Api) -> None:
     job_id = api.start(name="ratings")
-    # More than are asked for: each point that is told stands for two.
+    # More than are asked for: each point that is told stands for two, but for the last.
     reports = [metrics(n, train_loss=1.0 + (n < 500) - 0.1 * (-1) ** n) for n in range(1000)]
     for told in (batch(*reports), batch(checkpoint(1200, is_best=True), first_seq=1000)):
         api.post_events(f"{job_id}-a0", told)
@@ -443,7 +443,7 @@ def shown() -> list[str]:
 def test_show_tells_of_groups_and_lost_time(degraded: Api) -> None:
     lines = shown()
     for line in (
-        "last recovery in 310 ms, nothing to redo, 11s ago; 1 group lost so far",
+        "last recovery commit 310 ms late, nothing to redo, 11s ago; 1 group lost so far",
         "goodput 97.1%; lost: start 2.4%, recovery 0.5%",
         # Every group, the lost one included.
         "0 trains 0 127.0.0.2",
@@ -499,7 +499,7 @@ def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: Api) -> None:
     (job,), _ = degraded.store.list_jobs()
     end(degraded, job.id)
     output = shardloom("show", "ratings").stdout
-    assert "in 310 ms, nothing to redo" in output
+    assert "commit 310 ms late, nothing to redo" in output
     assert "of 3 groups" not in output
     assert "Standing" not in output
 

@@ -153,7 +153,7 @@ def test_what_needs_attention_is_coloured() -> None:
     told = facts(section(degraded()))
     assert told["Training"] == ("2 of 3 groups, generation 2", "warn")
     assert told["Copies alive"] == ("2 of each shard, on 2 hosts; 1 more may be lost", "good")
-    recovery = "in 310 ms, nothing to redo, 19s ago; 1 group lost so far"
+    recovery = "commit 310 ms late, nothing to redo, 19s ago; 1 group lost so far"
     assert told["Last recovery"] == (recovery, "good")
     alone = membership_changed(group_member(0), generation=3)
     fewer = facts(section(scene(layout_chosen(), alone)))["Copies alive"]

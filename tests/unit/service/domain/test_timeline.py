@@ -47,6 +47,7 @@ def test_sentences_count_and_convert() -> None:
             "the autoscaler was asked for room for 1 worker (1 CPU, 1 GPU each), to grow from 2 "
             "to 3",
         ),
+        (recovered(), "recovered, the commit came 0.31 s late: generation 4, nothing to redo"),
         (skipped, "rows 4,096 to 8,192 of epoch 1 are left out: NaN"),
         (moved, "sync every 8 steps from step 64 on, not 4: the link is slow"),
     ):

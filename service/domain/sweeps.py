@@ -125,6 +125,11 @@ class Sweep:
     message: str = ""
     ended_at: float | None = None
 
+    @property
+    def num_points(self) -> float:
+        """How many combinations there are of the values of all parameters."""
+        return math.prod(len(each.values) or math.inf for each in self.parameters)
+
     def is_better(self, value: float, other: float) -> bool:
         """Whether a value of the metric is better than another; NaN is worse than any number."""
         if math.isnan(value) or math.isnan(other):
@@ -254,10 +259,8 @@ def decide(sweep: Sweep, trials: Sequence[Observed]) -> SweepStep:
 
 
 def num_of_trials(sweep: Sweep) -> int:
-    """How many trials a sweep has in all: a grid may have fewer points than are asked for."""
-    if sweep.search != "grid":
-        return sweep.num_trials
-    return min(sweep.num_trials, math.prod(len(each.values) for each in sweep.parameters))
+    """How many trials a sweep has in all: there may be fewer points than are asked for."""
+    return int(min(sweep.num_trials, sweep.num_points))
 
 
 def _rungs(sweep: Sweep, trials: Sequence[Observed]) -> list[Rung]:

@@ -41,6 +41,11 @@ class ParameterSpec(RequestModel):
             raise problem("bounds", "give either values, or low and high")
         if self.values is not None and (self.low is not None or self.high is not None or self.log):
             raise problem("bounds", "values have no low, high or log")
+        values = self.values or []
+        for index, value in enumerate(values):
+            if value in values[:index]:
+                message = f"of {self.path} hold {value!r:.80} twice"
+                raise problem("repeated_value", message, "values")
         if self.low is not None and self.high is not None:
             whole = [each for each in (self.low, self.high) if isinstance(each, int)]
             if any(abs(each) > MAX_INTEGER for each in whole):
@@ -162,7 +167,7 @@ class SweepSummary(ApiModel):
     metric: str
     direction: Direction
     search: Search
-    num_trials: int = Field(description="In all; a grid may have fewer than were asked for.")
+    num_trials: int = Field(description="In all; no more than there are combinations of values.")
     created_at: float
     created_by: str
     ended_at: float | None

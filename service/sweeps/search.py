@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 # Random ones first, so that the model of the objective has something to go by.
 _NUM_STARTUP_TRIALS = 8
+# Trials share the seed of their spec, so that a repeated one tells nothing; but there may be no
+# other values left.
+_MAX_TRIES = 30
 # Nobody mends more at once.
 _MAX_PROBLEMS = 100
 # What tells whether the workers of a cluster hold the tables of a spec.
@@ -37,7 +41,7 @@ _ASKED_OF_CLUSTER: Any = {
 
 def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
     """Values for the next trial, by path of their parameter."""
-    if sweep.search == "grid":
+    if sweep.search == "grid" or sweep.num_points <= sweep.num_trials:  # random ones would repeat
         points = itertools.product(*(each.values for each in sweep.parameters))
         point = next(itertools.islice(points, len(trials), None))
         return {each.path: value for each, value in zip(sweep.parameters, point, strict=True)}
@@ -45,7 +49,8 @@ def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    seed = sweep.seed + len(trials)
+    # Of both, or a sweep with the next seed would repeat this one, a trial later.
+    seed = random.Random(f"{sweep.seed}/{len(trials)}").getrandbits(32)
     sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
     if sweep.search == "tpe":
         sampler = optuna.samplers.TPESampler(
@@ -55,11 +60,16 @@ def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
     space = {each.path: _distribution(each) for each in sweep.parameters}
     for each in trials:
         study.add_trial(_as_known(sweep, each, space))
-    found = study.ask(space).params
-    return {
-        each.path: each.values[found[each.path]] if each.values else found[each.path]
-        for each in sweep.parameters
-    }
+    known, found = [each.trial.values for each in trials], dict[str, Any]()
+    for _ in range(_MAX_TRIES):
+        asked = study.ask(space).params
+        found = {
+            each.path: each.values[asked[each.path]] if each.values else asked[each.path]
+            for each in sweep.parameters
+        }
+        if found not in known:
+            break
+    return found
 
 
 def _distribution(parameter: Parameter) -> optuna.distributions.BaseDistribution:

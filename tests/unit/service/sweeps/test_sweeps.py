@@ -276,9 +276,34 @@ def test_suggestions_go_by_how_far_calibration_is_from_1():
     assert found != suggested("minimize", *values)
 
 
-def test_a_grid_tries_every_point_once(api, create):
+@pytest.mark.parametrize("num_trials", [1, 12])
+@pytest.mark.parametrize("kind", ["tpe", "random"])
+def test_a_sweep_with_the_next_seed_is_not_this_one_a_trial_later(kind, num_trials):
+    lr = Parameter("optimizer.sparse.lr", low=0.0, high=1.0)
+    sweep = Sweep("sweep-1", "ratings", {}, (lr,), METRIC, 20, 0.0, search=kind)
+    trials = [
+        Observed(Trial(sweep.id, number, {lr.path: 0.5}, 0.0, message="failed"))
+        for number in range(num_trials)
+    ]
+    assert search.suggest(replace(sweep, seed=1), trials[1:]) != search.suggest(sweep, trials)
+
+
+@pytest.mark.parametrize("kind", ["tpe", "random"])
+def test_values_are_tried_anew_only_once_there_are_no_others(kind):
+    epochs = Parameter("training.epochs", low=1, high=4, is_integer=True)
+    every = Parameter("parallelism.sync.every_steps", values=(1, [4]))
+    sweep = Sweep("sweep-1", "ratings", {}, (epochs, every), METRIC, 9, 0.0, search=kind)
+    trials: list[Observed] = []
+    for number in range(sweep.num_trials):
+        trial = Trial(sweep.id, number, search.suggest(sweep, trials), 0.0)
+        trials.append(Observed(trial))
+    assert len({str(each.trial.values) for each in trials[:8]}) == 8
+
+
+@pytest.mark.parametrize("kind", ["grid", "tpe", "random"])
+def test_where_there_are_no_more_points_than_trials_each_is_tried_once(api, create, kind):
     values = {"path": "training.epochs", "values": [1, 2]}
-    sweep_id = create(search="grid", parameters=[EVERY, values], num_trials=100, num_parallel=100)
+    sweep_id = create(search=kind, parameters=[EVERY, values], num_trials=100, num_parallel=100)
     runner_of(api).poll()
     found = api.http.get(f"/v1/sweeps/{sweep_id}").json()
     assert found["num_trials"] == 6
@@ -310,6 +335,7 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
         {"metric": 'x" innerHTML="<img>'},
         {"num_trials": 0},
         {"parameters": [{**LR, "values": [1]}]},
+        {"parameters": [{**EVERY, "values": [1, 4, 1]}]},
         {"parameters": [{**LR, "low": 1, "high": 10**400}]},
         {"parameters": [{**LR, "low": -1.7e308, "high": 1.7e308, "log": False}]},
         {"parameters": [{"path": f"labels.l{n}", "values": ["a"] * 99} for n in range(6)]},

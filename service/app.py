@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 
 import uvicorn
@@ -132,7 +133,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     app = FastAPIOffline(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
-        version="0.1.0",
+        version=next((found.version for found in distributions(name="shardloom")), "unknown"),
         lifespan=partial(
             _lifespan, reconciler=reconciler, runner=sweep_runner, wal=WalCheckpointer(store.engine)
         ),

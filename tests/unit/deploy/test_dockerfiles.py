@@ -21,7 +21,7 @@ from tests.unit.deploy.dockerfiles import (
     instructions_of,
 )
 from tests.unit.k8s.pods import pods
-from tests.unit.k8s.rendering import settings_of
+from tests.unit.k8s.rendering import VERSION, settings_of
 
 SERVICE, TRAINER = (REPO / "deploy" / f"Dockerfile.{name}" for name in ("service", "trainer"))
 every_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -87,6 +87,13 @@ def test_both_images_have_one_exact_base_that_a_digest_can_be_given_for() -> Non
         given = {"PYTHON_TAG": tag, "PYTHON_DIGEST": "sha256:00"}
         assert expand(base, given) == f"python:{tag}@sha256:00 AS base"
         assert expand(base, {"PYTHON_TAG": tag}) == f"python:{tag} AS base"
+
+
+def test_commands_defaults_and_docs_name_the_images_of_this_version() -> None:
+    paths = [*(REPO / "deploy").glob("[Dc]o*"), *(REPO / "docs").rglob("*.md")]
+    texts = [path.read_text() for path in paths]
+    named = [re.findall(r"\b(?:service|trainer):(\d+\.\d+\.\d+)", text) for text in texts]
+    assert {version for versions in named for version in versions} == {VERSION}
 
 
 def test_packages_come_from_locks_with_hashes_only() -> None:

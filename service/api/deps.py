@@ -143,7 +143,7 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
             project = store.get_job(job_id).project
         except errors.JobNotFound:
             project = None
-        may_write = project == spec.project and principal.may(Role.SUBMITTER, spec.project)
+        may_write = project == spec.project
         may_read = principal.projects is None or (
             project is not None and principal.role_in(project) is not None
         )

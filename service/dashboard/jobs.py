@@ -386,10 +386,10 @@ class ListPage:
         title = f"{verb} {counted(len(names), 'job')}: {', '.join(names[:3])}"
         title += f" and {len(names) - 3} more?" if len(names) > 3 else "?"
         leave, colour = "Keep them", "color=negative"
-        with asking(title, f"{verb} jobs", act, leave=leave, colour=colour) as dialog:
+        with asking(title, f"{verb} jobs", act, leave=leave, colour=colour) as made_dialog:
             ui.label(told)
-        dialog.on("hide", dialog.delete)
-        dialog.open()
+        made_dialog.on("hide", made_dialog.delete)
+        made_dialog.open()
 
     def _clear_selection(self) -> None:
         self._table.selected = []

@@ -95,6 +95,4 @@ class Housekeeper:
         codes = {job.spec.model.code for job in self._store.list_live_jobs()}
         sweeps = SweepStore(self._store.engine).list_live()
         codes |= {sweep.spec["model"].get("code") for sweep in sweeps}
-        searched = (each for sweep in sweeps for each in sweep.parameters)
-        codes |= {code for each in searched if each.path == "model.code" for code in each.values}
         return {code for code in codes if code is not None}

@@ -415,10 +415,14 @@ def test_signing_in_leads_nowhere_else() -> None:
 def test_the_pages_socket_wants_a_session_from_our_own_page(house: Guarded) -> None:
     path = "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
     evil = {"Origin": "https://evil.example"}
-    for is_signed_in, headers in ((False, {}), (False, evil), (True, evil)):
-        http = _sign_in(house) if is_signed_in else house.http
-        with pytest.raises(WebSocketDisconnect), http.websocket_connect(path, headers=headers):
+    # A client of tests sends no secure cookie to ws://.
+    session = {"Cookie": f"{SESSION_COOKIE}={_sign_in(house).cookies[SESSION_COOKIE]}"}
+    house.http.cookies.clear()
+    for headers in ({}, evil, evil | session):
+        refused = pytest.raises(WebSocketDisconnect)
+        with refused as found, house.http.websocket_connect(path, headers=headers):
             pass
+        assert found.value.code == 1008, "refused here, not by what is behind"
 
 
 def test_pages_show_only_what_their_reader_may_see(house: Guarded) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from service.api.routers import drivers
 from service.auth.authenticator import Authenticator, Credentials
 from service.auth.crypto import FILE_NAME, MasterKeys, master_keys_of
+from service.auth.security import may_read_secrets
 from service.backends.fake import Script
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
@@ -34,10 +36,17 @@ from service.domain.auth import (
     login_code,
     new_key_text,
 )
+from service.domain.models import JobStatus
 from service.errors import NotSignedIn, SecretKeyUnusable, StoreUnavailable
 from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
-from tests.harness.builders import audit_record, spec_document, workers_started
+from tests.harness.builders import (
+    attempt_of,
+    audit_record,
+    live_job,
+    spec_document,
+    workers_started,
+)
 from tests.harness.clock import FakeClock
 from tests.harness.service import Guarded, GuardedApps, problem_in
 
@@ -155,6 +164,10 @@ def test_a_link_signs_one_browser_in_once_within_an_hour(keys: KeyStore, clock: 
     for spoilt in (code, login_code("s" * 43, clock.now), longer, "", "--", "ü"):
         with pytest.raises(NotSignedIn):
             authenticator.sign_in_by_link(spoilt)
+    left, _ = authenticator.sign_in_by_link(login_code("t" * 43, clock.now))
+    authenticator.sign_out(left)
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(cookie=left))
     clock.now += CODE_TTL_S
     with pytest.raises(NotSignedIn):
         authenticator.sign_in_by_link(late)
@@ -455,6 +468,13 @@ def _contents(folder: Path) -> Iterator[str]:
     for path in folder.rglob("*"):
         if path.is_file():
             yield path.read_bytes().decode("latin-1")
+
+
+def test_only_the_newest_attempt_of_a_job_that_starts_may_read_its_secrets() -> None:
+    job, first = live_job(JobStatus.STARTING)
+    second = attempt_of(job, index=1)
+    retried = replace(job, current_attempt_id=second.id)
+    assert [may_read_secrets(retried, each) for each in (first, second)] == [False, True]
 
 
 def test_an_ended_attempt_gets_no_secrets_and_delivers_for_an_hour(

@@ -126,6 +126,19 @@ def test_a_service_that_is_restarted_goes_on_with_what_is_not_done(
     assert "code 0" in folder.message
 
 
+def test_an_export_whose_host_stops_is_made_by_the_next_service(
+    api: Api, job_id: str, running: Start
+) -> None:
+    folder = wanted(api, job_id)
+    started = folder.root / "started"
+    # As of systemd, which ends all processes of a unit: this one before the service itself.
+    end = f"pathlib.Path({str(started)!r}).touch(); os.kill(os.getpid(), signal.SIGTERM)"
+    runner = running(Script(f"import os, pathlib, signal; {end}"))
+    wait_for(started.exists, "the process")
+    runner.close()
+    assert folder.status == "queued"
+
+
 def test_only_what_a_service_asked_for_is_made(
     api: Api, job_id: str, running: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -193,6 +194,11 @@ def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None
             assert is_theirs
     with hold_lock(house.store, "queue", "two", house.now, 10) as is_theirs:
         assert is_theirs
+        with ExitStack() as stack:
+            with hold_lock(house.store, "other", "late", house.now, 10):
+                stack.enter_context(hold_lock(house.store, "other", "next", house.now + 10, 10))
+            with hold_lock(house.store, "other", "third", house.now + 11, 10) as is_free:
+                assert not is_free, "who was late has no lock to give back"
 
 
 def test_a_replica_that_lost_the_lock_in_a_pass_starts_nothing(house: House) -> None:

@@ -35,7 +35,7 @@ from service.domain.webhooks import (
     new_secret,
     retry_delay_s,
 )
-from service.errors import WebhookNotFound
+from service.errors import DeliveryNotFound, WebhookNotFound
 from service.observability.metrics import ServiceMetrics
 from service.settings import Settings
 from service.webhooks.sender import TIMEOUT_S, WebhookSender
@@ -189,6 +189,8 @@ def test_a_webhook_that_nothing_reaches_is_switched_off_and_can_be_switched_on(
     off = outbox.get(hook.id)
     assert (off.is_active, "down" in off.note) == (False, True)
     [dead, *_] = outbox.list_deliveries(hook.id, state=DeliveryState.DEAD)
+    with pytest.raises(DeliveryNotFound):
+        outbox.redeliver(_webhook(outbox).id, dead.id)
     outbox.redeliver(hook.id, dead.id)
     assert outbox.claim(NOW + 900, claim_s=60.0) == []
     outbox.change(hook.id, {"is_active": True})

@@ -104,13 +104,16 @@ def test_ids_have_a_digest_of_their_vocabularies_and_of_what_they_are_hashed_by(
     assert len({*found, encodings_digest(spec)}) == 4
 
 
-def digest(folder: Path, group_rows: int = 10, seed: int = 0, **names: int) -> str:
+def digest(
+    folder: Path, group_rows: int = 10, seed: int = 0, shuffle: bool = True, **names: int
+) -> str:
     """Of a folder with files of so many rows each."""
     folder.mkdir()
     for name, num_rows in names.items():
         table = pa.table({"x": list(range(num_rows))})
         pq.write_table(table, folder / f"{name}.parquet", row_group_size=group_rows)
     document = spec_document(folder) | {"training": {"seed": seed}}
+    document["data"]["shuffle"] = shuffle
     return order_digest(ParquetSource(folder, ["x"]), validate_spec(document))
 
 
@@ -155,11 +158,12 @@ def test_whatever_moves_rows_changes_the_digest(tmp_path: Path) -> None:
     assert digest(tmp_path / "elsewhere", one=30, two=20) == before
     others = {
         digest(tmp_path / "b", one=30, two=20, more=20),
+        digest(tmp_path / "f", shuffle=False, one=30, two=20),
         digest(tmp_path / "c", one=30, three=20),
         digest(tmp_path / "d", group_rows=5, one=30, two=20),
         digest(tmp_path / "e", seed=1, one=30, two=20),
     }
-    assert len(others | {before}) == 5
+    assert len(others | {before}) == 6
 
 
 CHOSEN = Rewind(checkpoint="step-00000200-a1-r0", attempt_index=3)

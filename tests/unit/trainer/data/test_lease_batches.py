@@ -43,8 +43,9 @@ def rows_of(train, make_spec):
 
 
 def test_a_lease_is_trained_whole_by_the_ranks_of_a_group(make_spec, train, rows_of):
-    leases = [lease(3, 100, 200), lease(4, 40, 77, epoch=1)]
-    parts, shapes = {3: [], 4: []}, []
+    # Rows of a group that was lost come after those of the next epoch.
+    leases = [lease(3, 100, 200), lease(4, 40, 77, epoch=1), lease(5, 200, 230)]
+    parts, shapes = {3: [], 4: [], 5: []}, []
     for rank in range(2):
         with LeaseBatches(train, make_spec(batch_size=16), rank, num_ranks=2) as batches:
             for each in leases:
@@ -54,9 +55,11 @@ def test_a_lease_is_trained_whole_by_the_ranks_of_a_group(make_spec, train, rows
         assert {batch.num_rows for batch, _ in own} == {16}
         for batch, step in own:
             parts[step.lease.id] += keys_of(batch)
-    assert shapes[0] == shapes[1] == [*[(3, False)] * 3, (3, True), (4, False), (4, True)]
+    wanted = [*[(3, False)] * 3, (3, True), (4, False), (4, True), (5, True)]
+    assert shapes[0] == shapes[1] == wanted
     assert Counter(parts[3]) == Counter(rows_of(100, 200))
     assert Counter(parts[4]) == Counter(rows_of(40, 77, epoch=1))
+    assert Counter(parts[5]) == Counter(rows_of(200, 230))
 
 
 def test_ranks_without_rows_get_batches_that_do_not_count(make_spec, train):

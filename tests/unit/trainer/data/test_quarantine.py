@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from tests.harness.builders import spec_document
 from tests.harness.properties import examples
 from trainer.coordination.messages import Lease
+from trainer.data import reader
 from trainer.data.batches import LeaseBatches, TrainBatches, ValidationBatches
 from trainer.data.position import DataPosition
 from trainer.data.quarantine import OTHERS, most_quarantined
@@ -198,11 +200,26 @@ def test_more_bad_rows_than_the_share_end_the_job(three_files, tolerant) -> None
 
 
 @pytest.mark.usefixtures("read_both_ways")
-def test_the_share_of_bad_rows_is_that_of_one_epoch(spoil, tolerant) -> None:
+def test_the_share_of_bad_rows_is_that_of_one_epoch(spoil, tolerant, monkeypatch) -> None:
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 1)  # or each epoch is one window
     source = open_source(tolerant(), spoil("rating", 77, math.nan))
     spec = tolerant(max_bad_share=1.5 / source.num_rows, training={"epochs": 3, "seed": 3})
     with TrainBatches(source, spec, 0, 1) as batches:
         assert tally(batch for batch, _ in batches).total() == 3
+
+
+@pytest.mark.usefixtures("read_both_ways")
+def test_the_share_of_bad_rows_is_that_of_all_windows_together(holed, monkeypatch) -> None:
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 1)
+    folder, bad = holed
+    spec = numbered(folder, batch_size=10)
+    source = open_source(spec, folder)
+    for few in (0, 1):
+        data = spec.data.model_copy(update={"max_bad_share": (len(bad) - few) / 360})
+        some = spec.model_copy(update={"data": data})
+        refused = pytest.raises(TooManyBadRowsError, match=f"{len(bad)} of 360 rows")
+        with TrainBatches(source, some, 0, 1) as batches, refused if few else nullcontext():
+            list(batches)
 
 
 def test_leases_and_validation_leave_rows_out_too(spoil, tolerant) -> None:

@@ -158,13 +158,15 @@ def test_tensorboard_reads_the_metrics_of_all_attempts_as_one_run(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    _write(run_dir, 0, *(_metrics(step) for step in (10, 20, 30)))
+    _write(run_dir, 0, *(_metrics(step) for step in (10, 20)))
     sink = TensorBoardSink(run_dir.tensorboard_dir)
     first = _feed(sink, run_dir)
+    assert first.feed()
+    failed = sink._writer
+    _write(run_dir, 0, _metrics(30))
     with monkeypatch.context() as patch:
         patch.setattr(EventFileWriter, "flush", Mock(side_effect=OSError("no space left")))
         assert not first.feed()
-    failed = sink._writer
     assert first.feed() and sink._writer is not failed, "a failed writer fails for ever"
     _write(run_dir, 1, _resumed(20), _metrics(30), _metrics(40, **{"train/loss": math.nan}))
     _feed(TensorBoardSink(run_dir.tensorboard_dir), run_dir, 1).feed()

@@ -130,7 +130,8 @@ def check_dynamic_layout(spec: JobSections) -> None:
     parallelism = spec.parallelism
     largest = parallelism.world_size
     for name, dynamic in spec.dynamic_tables.items():
-        if parallelism.shard_group_size != largest or parallelism.is_elastic:
+        # One worker has one copy, also while L is `auto`.
+        if parallelism.is_elastic or largest not in (1, parallelism.shard_group_size):
             raise problem(
                 "dynamic_copies",
                 f"table '{name}' is dynamic, which is possible with one copy of the tables only: "

@@ -290,6 +290,11 @@ def test_tables_that_just_fit_are_accepted() -> None:
     assert not changed(on_gpus, "resources.device=cpu").may_cache
 
 
+def test_a_dynamic_table_of_one_worker_needs_no_group_size() -> None:
+    one = "parallelism.workers=1; parallelism.shard_group_size=auto"
+    assert changed(f"{DYNAMIC}; {one}").dynamic_tables
+
+
 def test_text_that_no_answer_could_carry_is_refused() -> None:
     for document in (
         spec_document() | {"labels": {"team": "\ud800"}},

@@ -177,6 +177,8 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
             if error is not None:
                 console().print(common.describe(error))
             else:
+                if url is None and state is None:
+                    _print_dim(f"no stack of {home.root} (SHARDLOOM_HOME) runs; this is another")
                 _print_link(client.base_url)
     if not is_alive:
         raise typer.Exit(UNAVAILABLE)

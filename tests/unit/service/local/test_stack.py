@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.cli import common
+from service.client.client import ShardloomClient
 from service.local import stack as stack_module
 from service.local.processes import (
     ProcessId,
@@ -39,7 +41,7 @@ from service.local.stack import Component, LocalStack, check_port_free, wait_unt
 from service.local.state import StackError, StackHome, StackState
 from tests.conftest import REPO
 from tests.harness.machines import keep_stack
-from tests.harness.service import shardloom
+from tests.harness.service import FakeService, shardloom
 
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
@@ -339,6 +341,18 @@ def test_of_a_stack_that_has_ended_status_says_how_to_start_it(home, monkeypatch
     monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
     told = shardloom("status")
     assert (told.exit_code, "start one on this machine" in told.stdout) == (3, True)
+
+
+def test_status_tells_a_service_that_this_home_did_not_start(home, monkeypatch):
+    monkeypatch.setattr(common, "open_client", FakeService().client)
+    monkeypatch.setattr(ShardloomClient, "why_not_alive", lambda client: None)
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    monkeypatch.delenv("SHARDLOOM_URL", raising=False)
+    said = f"no stack of {home.root} (SHARDLOOM_HOME) runs"
+    assert said in shardloom("status").stdout
+    assert said not in shardloom("status", "--url", "http://127.0.0.1:8700").stdout
+    keep_stack(home, service=THIS_PROCESS)
+    assert said not in shardloom("status").stdout
 
 
 def test_wrong_ports_and_versions_are_refused_before_anything_starts(home, monkeypatch):

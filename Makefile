@@ -81,12 +81,13 @@ chart: dashboards ## lint the Helm chart and package it into dist/
 chart-push: dashboards ## package the chart and push it to CHART_REPOSITORY
 	@$(BIN)/python -m deploy.chart push
 
-wheel: setup-dev ## build the wheel into dist/
-	@$(BIN)/uv build --wheel --out-dir dist
+# The wheel of an sdist: what lies in build/ is not packed.
+wheel: setup-dev ## build sdist and wheel into dist/python/
+	@$(BIN)/uv build --clear --out-dir dist/python
 
 wheel-push: wheel ## upload it to the index UV_PUBLISH_URL, which has no default
 	@test -n "$$UV_PUBLISH_URL" || { echo "UV_PUBLISH_URL: set the index to upload to" >&2; exit 1; }
-	@$(BIN)/uv publish dist/*.whl
+	@$(BIN)/uv publish dist/python/*.whl
 
 manifests: setup-dev ## render the chart with each of k8s/examples into build/k8s
 	@$(BIN)/python -m deploy.chart render
@@ -99,4 +100,4 @@ bench: setup-dev ## run every benchmark and write bench-results/
 
 clean: ## remove .venv, caches and local state
 	@test ! -x $(BIN)/shardloom || SHARDLOOM_HOME=.shardloom $(BIN)/shardloom down >/dev/null 2>&1 || true
-	@rm -rf .venv .shardloom build bench-results *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf .venv .shardloom build dist bench-results *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

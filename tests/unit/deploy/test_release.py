@@ -67,6 +67,12 @@ def test_actions_are_pinned_by_commit_and_say_their_version() -> None:
         )
 
 
+def test_released_images_are_built_on_what_the_repository_pins() -> None:
+    (built,) = [step for step in _steps() if step.get("run") == "make images"]
+    for name in ("TORCH_INDEX_URL", "TORCH_SHA256", "PYTHON_DIGEST"):
+        assert built["env"].get(name) == f"${{{{ vars.{name} }}}}"
+
+
 def test_zizmor_finds_nothing_that_others_could_misuse() -> None:
     zizmor = Path(sys.executable).with_name("zizmor")
     options = ["--offline", "--no-progress", "--min-severity", "medium"]

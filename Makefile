@@ -1,5 +1,5 @@
 # Everything starts here: `make demo` shows it working, `make test` tests it.
-# Each target sets up .venv by itself; a second run starts at once.
+# Each target sets up .venv by itself if it needs one; a second run starts at once.
 #   STACK=cpu|gpu     which torch stack to install (default: gpu where nvidia-smi finds one)
 #   DATA=DIR          MovieLens csv folder for the demo
 #   WAIT=0            end the demo when the job has ended
@@ -69,7 +69,7 @@ format: setup-dev ## mend what ruff can mend
 lock: setup-dev ## resolve the images' requirements anew (UPGRADE=1: newest versions)
 	@$(BIN)/python -m deploy.lock $(if $(UPGRADE),--upgrade)
 
-images: setup-dev ## build the container images, where there is an engine (IMAGES="service trainer-cpu")
+images: ## build the container images, where there is an engine (IMAGES="service trainer-cpu")
 	@deploy/build_images.sh
 
 dashboards: setup-dev ## write rules and dashboards into k8s/chart/files, for the chart and compose

@@ -11,14 +11,14 @@
 #                                  docker alone does that. REGISTRY_USER, REGISTRY_PASSWORD sign in.
 #                                  DIST/IMAGE.json (dist) has the digest, IMAGE.spdx.json the SBOM
 #   BUILD_ARGS="..."               anything else for the engine
-#   PYTHON=.venv/bin/python        one that has Shardloom's packages for development
+#   PYTHON=python3                 reads what docker says of a push
 set -euo pipefail
 cd "$(dirname "$0")/.."
 IMAGES=${IMAGES:-service trainer-cpu}
 REPOSITORY=${REPOSITORY:-localhost/shardloom}
 VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REVISION=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
-PYTHON=${PYTHON:-.venv/bin/python}
+PYTHON=${PYTHON:-python3}
 DIST=${DIST:-dist}
 
 works() {

@@ -118,7 +118,6 @@ def test_images_are_pushed_with_provenance_and_the_sbom_of_what_was_built(tmp_pa
         ["deploy/build_images.sh"],
         PATH=path,
         STUB=str(tmp_path),
-        PYTHON=sys.executable,
         IMAGES="service trainer-cuda",
         PUSH="1",
         REPOSITORY="registry.example/shardloom",
@@ -153,7 +152,7 @@ def test_images_are_pushed_nowhere_by_default_and_never_without_attestations(
     engine: str, repository: str, said: str, tmp_path: Path
 ) -> None:
     path = _stub(tmp_path, engine, "exit 0")
-    settings = {"ENGINE": engine, "REPOSITORY": repository, "PYTHON": sys.executable, "PATH": path}
+    settings = {"ENGINE": engine, "REPOSITORY": repository, "PATH": path}
     done = run_program(["deploy/build_images.sh"], PUSH="1", **settings)
     assert done.returncode == 1 and said in done.stderr
 

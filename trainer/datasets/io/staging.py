@@ -135,9 +135,9 @@ def _note_uploads(folder: Path, names: Iterable[str]) -> None:
 def staged_folder(target: str | Path, *, overwrite: bool, proof: str) -> Iterator[Path]:
     """Yield an empty folder beside the local folder `target` that takes its name at a good end.
 
-    An existing one is replaced only with `overwrite`, and only if it is empty or holds the file
-    `proof`, so that a mistyped path costs nobody their files. Raises `OutputExistsError`, or
-    `StorageError` for a remote `target`.
+    One that is not empty is replaced only with `overwrite`, and only if it holds the file `proof`,
+    so that a mistyped path costs nobody their files. Raises `OutputExistsError`, or `StorageError`
+    for a remote `target`.
     """
     folder = Location.parse(target)
     if not folder.is_local:
@@ -157,9 +157,13 @@ def check_replaceable(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME)
     """Raise `OutputExistsError` unless `out` is free, or ours to replace and `overwrite` is set."""
     if not out.exists():
         return
+    is_empty = out.is_dir() and not any(out.iterdir())
+    # One that is a mount point takes no other's place.
+    if is_empty and not out.is_mount():
+        return
     if not overwrite:
         raise OutputExistsError(f"{out} exists; choose another folder or add --overwrite")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / proof).is_file()):
+    if not is_empty and not (out / proof).is_file():
         raise OutputExistsError(
             f"{out} holds no {proof}, so it is not ours to overwrite; remove it"
         )

@@ -114,6 +114,7 @@ def test_a_folder_that_somebody_makes_meanwhile_is_not_replaced_unasked(tmp_path
         staged_folder(tmp_path / "raw", overwrite=False, proof="proof"),
     ):
         (tmp_path / "raw").mkdir()
+        (tmp_path / "raw/theirs").touch()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "raw"]
 
 
@@ -132,6 +133,16 @@ def test_a_link_stays_one_and_what_is_prepared_or_generated_lies_where_it_leads(
     with pytest.raises(OutputExistsError, match="which is read"):
         prepare(tmp_path / "out", overwrite=True, sources=sources)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_empty_folder_is_taken(tmp_path):
+    (tmp_path / "out").mkdir()
+    prepare(tmp_path / "out")
+    assert (tmp_path / "out/part.txt").exists()
+    (tmp_path / "raw").mkdir()
+    with staged_folder(tmp_path / "raw", overwrite=False, proof="proof") as folder:
+        (folder / "proof").touch()
+    assert [path.name for path in (tmp_path / "raw").iterdir()] == ["proof"]
 
 
 def test_what_a_killed_generation_left_stops_no_other(tmp_path, monkeypatch):

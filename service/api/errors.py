@@ -64,7 +64,7 @@ def _on_spec_error(request: Request, error: SpecError) -> ProblemResponse:
 
 def _on_invalid_request(request: Request, error: RequestValidationError) -> ProblemResponse:
     faults = [
-        FieldProblem(path=_path(fault), code=fault["type"], message=fault["msg"])
+        FieldProblem(_path(fault), fault["type"], fault["msg"].removeprefix("Value error, "))
         for fault in error.errors()
     ]
     return answer_error(request, InvalidRequest(faults))

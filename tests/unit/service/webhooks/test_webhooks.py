@@ -372,7 +372,8 @@ def test_what_cannot_be_a_webhook_is_refused(api: Api) -> None:
         {"url": URL, "kinds": ["job_end"]},
         {"url": URL, "kinds": ["metrics"]},
     ):
-        problem_in(api.http.post("/v1/webhooks", json=fields), 422, "invalid_request")
+        problem = problem_in(api.http.post("/v1/webhooks", json=fields), 422, "invalid_request")
+        assert "Value error" not in str(problem)
     # Nor can it become one later.
     path = f"/v1/webhooks/{_create(api)['id']}"
     response = api.http.patch(path, json={"url": "http://[::ffff:10.0.0.1]/"})

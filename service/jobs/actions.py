@@ -167,13 +167,17 @@ def restart_job(
     """Let a job that has ended or rests go on from one of its checkpoints, by default the newest.
 
     Later checkpoints count no more, and are removed once the new attempt has committed one.
-    Raises `JobNotFound`, `JobActive`, `CheckpointNotFound` or `StorageUnavailable`.
+    Raises `JobNotFound`, `JobActive`, `JobEnded`, `CheckpointNotFound` or `StorageUnavailable`.
     """
 
     def change(job: Job, actor: str) -> Decision:
         if not (job.status.is_terminal or job.status.is_at_rest):
             raise errors.JobActive(job.id, job.status)
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
+        is_done = job.status is JobStatus.SUCCEEDED and chosen.step >= job.progress.total_steps > 0
+        if is_done and step is None and path is None:
+            why = f"all {chosen.step} steps are trained; name an earlier checkpoint, or clone it"
+            raise errors.JobEnded(job.id, why)
         with errors.reaching_storage(f"cannot restore the files of job {job_id}: "):
             # A deletion which was cut off may have taken them.
             in_time(settings.runs_dir, partial(restore_from_trash, settings, job_id))

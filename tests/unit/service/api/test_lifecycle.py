@@ -12,7 +12,7 @@ from service.client.errors import Conflict, InvalidRequest, NotFound
 from service.domain.models import JobStatus
 from service.jobs.run_storage import run_dir_of
 from service.sweeps.search import spec_of_trial
-from tests.harness.builders import batch, checkpoint, spec_document
+from tests.harness.builders import batch, checkpoint, progress, spec_document
 from tests.harness.service import Api, end, problem_body, problem_in, running, shardloom
 from trainer.layout.hosts import HostFacts
 
@@ -136,6 +136,18 @@ def test_a_job_goes_on_from_the_checkpoint_that_was_chosen(
     end(api, job_id, "host_lost")
     assert client.get_job(job_id).status is JobStatus.QUEUED
     assert json.loads(rewind.read_text()) == expected
+
+
+def test_a_job_that_trained_all_its_steps_goes_on_from_earlier_ones_only(
+    api: Api, client: ShardloomClient
+) -> None:
+    job_id = running(api)
+    sent = batch(checkpoint(60), checkpoint(100), progress(100), stream="workers-0")
+    api.post_events(f"{job_id}-a0", sent)
+    end(api, job_id)
+    with pytest.raises(Conflict, match="all 100 steps are trained"):
+        client.restart(job_id)
+    assert client.restart(job_id, step=60).status is JobStatus.QUEUED
 
 
 # ---- the queue and projects

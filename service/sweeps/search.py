@@ -155,7 +155,7 @@ def _metric_problems(spec: JobSpec, metric: str) -> list[FieldProblem]:
 
 def check_sweep(sweep: Sweep) -> list[JobSpec]:
     """Specs of trials with the bounds and values; `SpecError` for one that the spec does not take,
-    and for a metric that its jobs do not report.
+    for a metric that its jobs do not report, and for comparisons beyond their last step.
 
     Each is tried by itself, with what the spec has for the others; of those that ask the same of a
     cluster there is one.
@@ -163,10 +163,12 @@ def check_sweep(sweep: Sweep) -> list[JobSpec]:
     base = validate_spec(dict(sweep.spec))
     tried: dict[str, JobSpec] = {}
     problems = _metric_problems(base, sweep.metric)
+    last_step = base.training.max_steps or math.inf
     for parameter in sweep.parameters:
         for value in parameter.corners:
             try:
                 spec = spec_of_trial(sweep, 0, {parameter.path: value}, base)
+                last_step = max(last_step, spec.training.max_steps or math.inf)
                 tried.setdefault(spec.model_dump_json(include=_ASKED_OF_CLUSTER), spec)
             except SpecError as error:
                 problems += [
@@ -177,6 +179,9 @@ def check_sweep(sweep: Sweep) -> list[JobSpec]:
                 ]
             if len(problems) >= _MAX_PROBLEMS:
                 raise SpecError(problems)
+    if sweep.early_stopping and sweep.early_stopping.min_steps > last_step:
+        message = f"trials end at step {last_step} and are never compared; lower it"
+        problems.append(FieldProblem("early_stopping.min_steps", "no_effect", message))
     if problems:
         raise SpecError(problems)
     return list(tried.values())

@@ -325,6 +325,12 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
         answer = api.http.post("/v1/sweeps", json=body(**changes))
         problem = problem_in(answer, 422, "invalid_spec")
         assert path is None or path in {field["path"] for field in problem["fields"]}
+    few = spec_document(training={"max_steps": 10})
+    steps = {"path": "training.max_steps", "values": [5, 20]}
+    for parameter, step in ((LR, 11), (steps, 21)):
+        late = body(spec=few, parameters=[parameter], early_stopping={"min_steps": step})
+        problem = problem_in(api.http.post("/v1/sweeps", json=late), 422, "invalid_spec")
+        assert problem["fields"][0]["path"] == "early_stopping.min_steps"
     split = {"train": ".", "validation": None}
     spec = spec_document(data={**spec_document()["data"], "split": split})
     problem = problem_in(api.http.post("/v1/sweeps", json=body(spec=spec)), 422, "invalid_spec")

@@ -188,18 +188,24 @@ class JobStore(Transactions):
         is_requested = jobs.c.cancel_requested | jobs.c.pause_requested
         is_active = text(LIVE) & (jobs.c.status.not_in(_AT_REST) | is_requested)
         is_active &= jobs.c.id.not_in(self._unread_live)
-        is_own, until = jobs.c.lease_owner == owner, now + lease_s
+        is_own = jobs.c.lease_owner == owner
         is_old = is_own & (jobs.c.lease_until < now + lease_s / 2)
         is_free = jobs.c.lease_owner.is_(None) | (jobs.c.lease_until <= now)
-        with self.write() as connection:
-            for wanted, most in ((is_old, None), (is_free, limit)):
-                ids = select(jobs.c.id).where(is_active, wanted).order_by(jobs.c.id).limit(most)
-                # Rows that another transaction holds are left for the next time.
-                chosen = jobs.c.id.in_(ids.with_for_update(skip_locked=True))
-                statement = update(jobs).where(chosen)
-                connection.execute(statement.values(lease_owner=owner, lease_until=until))
-            held = select(jobs.c.id).where(is_active, is_own, jobs.c.lease_until > now)
-            return list(connection.execute(held.order_by(jobs.c.id)).scalars())
+        is_held = is_own & (jobs.c.lease_until > now)
+        facts = (is_old.label("is_old"), is_free.label("is_free"), is_held.label("is_held"))
+        seen = self.rows(select(jobs.c.id, *facts).where(is_active).order_by(jobs.c.id))
+        held = {row["id"] for row in seen if row["is_held"]}
+        due = [row["id"] for row in seen if row["is_old"]]
+        due += [row["id"] for row in seen if row["is_free"] and not row["is_old"]][:limit]
+        # Mostly nothing is due, and then nobody else should wait for a lock.
+        if due:
+            ids = select(jobs.c.id).where(jobs.c.id.in_(due), is_active, is_old | is_free)
+            # Rows that another transaction holds are left for the next time.
+            chosen = update(jobs).where(jobs.c.id.in_(ids.with_for_update(skip_locked=True)))
+            taken = chosen.values(lease_owner=owner, lease_until=now + lease_s)
+            with self.write() as connection:
+                held |= {*connection.execute(taken.returning(jobs.c.id)).scalars()}
+        return sorted(held)
 
     @repeated
     def release_leases(self, owner: str) -> None:

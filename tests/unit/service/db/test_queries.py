@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -174,6 +175,16 @@ def test_a_job_that_one_replica_cannot_read_is_left_to_those_that_can(store: Job
     assert store.list_live_jobs() == []
     assert _claim(store, "a", NOW) == []
     assert _claim(other, "b", NOW) == [job.id]
+
+
+def test_leases_that_need_no_renewal_are_seen_without_a_write(store: JobStore) -> None:
+    job = _busy(store)
+    _claim(store, "a", NOW)
+    with patch.object(store, "write", side_effect=AssertionError("the database is locked")):
+        assert _claim(store, "a", NOW + 7) == [job.id]
+        assert _claim(store, "b", NOW + 7) == []
+    assert _claim(store, "a", NOW + 8) == [job.id]
+    assert _claim(store, "b", NOW + 16) == [], "it was renewed"
 
 
 # ---- deletion

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -135,6 +136,9 @@ def serve(
     threads: Annotated[int, typer.Option(min=1, help="Threads of one prediction.")] = 1,
 ) -> None:
     """Score with an export over HTTP: POST /v1/predict. Needs no service and no cluster."""
+    for package in ("torch", "fastapi"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
     command = ["-m", "trainer.export.server", str(folder), "--host", host, "--port", str(port)]
     # In our place: signals and the exit code are the scorer's.
     os.execv(sys.executable, [sys.executable, *command, "--threads", str(threads)])

@@ -43,6 +43,8 @@ _BY_STATUS = {
     JobStatus.CANCELLED: JOB_CANCELLED,
 }
 _REFUSALS = (SpecError, errors.ExportFailed, errors.TraceLost, errors.CredentialsUnusable)
+# Extras of packages that commands import; of all others `service`.
+_EXTRAS = {"numpy": "data", "polars": "data", "pyarrow": "data", "torch": "service,trainer-cpu"}
 # A person waits for the answer, and the error says how to go on: give up within two seconds.
 _RETRY = RetryPolicy(num_retries=3)
 _AT_ONCE: dict[str, Any] = {"retry": RetryPolicy(num_retries=0), "timeout_s": 1.0}
@@ -217,6 +219,13 @@ class ErrorReportingGroup(TyperGroup):
                 isinstance(error, errors.ProblemError) and error.status < 500
             )
             raise typer.Exit(REFUSED if is_refused else UNAVAILABLE) from error
+        except ModuleNotFoundError as error:
+            package = str(error.name).partition(".")[0]
+            if package in ("service", "trainer"):
+                raise
+            hint = f"pip install 'shardloom[{_EXTRAS.get(package, 'service')}]'"
+            error_console().print(_message(f"{package} is needed and not installed here", hint))
+            raise typer.Exit(UNAVAILABLE) from error
         except OSError as error:
             if isinstance(error, ConnectionError):  # of a reader of our output that has gone
                 raise

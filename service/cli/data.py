@@ -50,20 +50,9 @@ def data(context: typer.Context) -> None:
     if on_cluster := cluster_command(context.args):
         run(on_cluster)
         return
-    try:
-        # By its name: what it needs is no part of a client, nor of the service.
-        commands = import_module("trainer.datasets.cli").app
-        commands(args=context.args, prog_name="shardloom data")
-    except ModuleNotFoundError as error:
-        _print_missing("`shardloom data`", error, "data")
-        raise typer.Exit(UNAVAILABLE) from None
-
-
-def _print_missing(what: str, error: ModuleNotFoundError, extra: str) -> None:
-    error_console().print(
-        f"{what} needs the package {error.name}, which is not installed: "
-        f"pip install 'shardloom[{extra}]'"
-    )
+    # By its name: what it needs is no part of a client, nor of the service.
+    commands = import_module("trainer.datasets.cli").app
+    commands(args=context.args, prog_name="shardloom data")
 
 
 @dataclass(frozen=True)
@@ -106,11 +95,8 @@ def cluster_command(arguments: Sequence[str]) -> ClusterCommand | None:
 def run(command: ClusterCommand) -> None:
     """Start the Job, or find it, and follow it; raises `typer.Exit` unless it succeeds."""
     # Imported here because the client of Kubernetes is large, and an extra.
-    try:
-        from service.backends.kuberay.client import KubeApi, KubeRefused
-    except ModuleNotFoundError as error:
-        _print_missing("--on cluster", error, "service")
-        raise typer.Exit(UNAVAILABLE) from None
+    from service.backends.kuberay.client import KubeApi, KubeRefused
+
     name = ""
     try:
         api = KubeApi.open(_kubeconfig(), command.namespace, _TIMEOUT_S)

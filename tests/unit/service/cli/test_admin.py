@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from service.client.client import ShardloomClient
 from service.client.errors import CredentialsUnusable
 from service.client.transport import RetryPolicy
 from service.settings import Settings
-from tests.conftest import REPO
 from tests.harness.builders import spec_document
+from tests.harness.processes import run_program
 from tests.harness.service import Guarded, GuardedApps, shardloom
 
 URL = "https://shardloom.example"
@@ -201,15 +200,24 @@ def test_secrets_come_from_the_environment_or_are_asked_for(
     assert "from-environment" not in shown
 
 
-# ---- commands of the trainer
+# ---- commands that need more than a client
 
 
-def test_a_package_that_data_needs_is_named_with_the_extra_that_brings_it(tmp_path):
-    code = "import sys; sys.modules['polars'] = None; from service.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "data", "generate", "movielens", str(tmp_path / "ml")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "needs the package polars" in done.stderr and "shardloom[data]" in done.stderr
+@pytest.mark.parametrize(
+    ("package", "extra", "command"),
+    [
+        ("pydantic_settings", "service", "keys create ops --admin"),
+        ("sqlalchemy", "service", "recover"),
+        ("kubernetes", "service", "data prepare movielens s3://a s3://b --on cluster"),
+        ("polars", "data", "data generate movielens ratings"),
+        ("torch", "service,trainer-cpu", "serve ratings"),
+    ],
+)
+def test_a_command_names_the_extra_that_it_needs(package: str, extra: str, command: str) -> None:
+    code = "import sys; sys.modules[sys.argv.pop(1)] = None; import service.cli.main as c; c.main()"
+    done = run_program([sys.executable, "-c", code, package, *command.split()])
+    assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
+    assert f"{package} is needed" in done.stderr and f"'shardloom[{extra}]'" in done.stderr
 
 
 def test_the_data_commands_are_the_trainers():

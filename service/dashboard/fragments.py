@@ -222,7 +222,7 @@ PARTS = {
     "grid": Part(lambda at, now: groups(at.job, at.timeline), _source_of_grid),
     "moments": _by("moments.html"),
     "timeline": _by("timeline.html"),
-    "checkpoints": _by("checkpoints.html"),
+    "checkpoints": _by("checkpoints.html")._replace(source=lambda at, now: at.checkpoints),
     "attempts": _by("attempts.html"),
     "traces": _by("traces.html"),
     "sharding": Part(lambda at, now: sharding(at.job, at.timeline), _source_of_sharding),

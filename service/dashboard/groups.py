@@ -219,9 +219,15 @@ MOMENTS = frozenset(
 )
 
 
+_MAX_MOMENTS = 200
+
+
 def moments_of(timeline: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-    """The events of a job's life after which its groups were others, in the order of time."""
-    return sorted((line for line in timeline if line.kind in MOMENTS), key=lambda line: line.time)
+    """The events of a job's life after which its groups were others, in the order of time; of many
+    the newest.
+    """
+    found = (line for line in timeline if line.kind in MOMENTS)
+    return sorted(found, key=lambda line: line.time)[-_MAX_MOMENTS:]
 
 
 def grid_then(

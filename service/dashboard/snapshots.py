@@ -63,7 +63,8 @@ class JobSnapshot:
 
     def is_rewound(self, since: JobSnapshot | None) -> bool:
         """Whether points that were read with the snapshot that this one goes on from are stale."""
-        told = self.timeline[len(since.timeline) if since else 0 :]
+        last = since.timeline[-1].id if since and since.timeline else 0
+        told = (line for line in self.timeline if line.id > last)
         return since is None or any(line.kind in _REWINDS for line in told)
 
 
@@ -90,8 +91,12 @@ def load_job(
         begins += store.list_timeline(job_id, kinds=(STARTED,), limit=1, newest=True)
         told = [*(line for line in begins if line.id < told[0].id), *told]
     _share_groups(known, told)
+    lines = [*known, *told]
+    old = lines[:-MAX_LINES]
+    workers = [line for line in old if line.kind == STARTED][-1:]
+    lines = [*old[:1], *workers, *lines[-MAX_LINES:]]
     attempts, checkpoints = store.list_attempts(job_id), store.list_checkpoints(job_id)
-    found = JobSnapshot(job, attempts, [*known, *told], checkpoints)
+    found = JobSnapshot(job, attempts, lines, checkpoints)
     return previous if previous and vars(found) == vars(previous) else found
 
 

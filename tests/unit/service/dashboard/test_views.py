@@ -225,10 +225,9 @@ def test_checkpoints_are_newest_first_and_mark_the_best() -> None:
         Checkpoint("job-1", step, f"step-{step}", 84_300_000, NOW, step == 500, {"train/loss": 1})
         for step in (500, 1000)
     ]
-    newest, best = rows_of(
-        fragments.render("checkpoints.html", checkpoints=checkpoints, now=NOW + 90)
-    )
-    assert newest == ["1,000", "", "train/loss 1.0000", "84.3 MB", "1m 30s ago", "step-1000"]
+    job = replace(running_job(), created_at=NOW - 90)
+    newest, best = rows_of(fragments.render("checkpoints.html", job=job, checkpoints=checkpoints))
+    assert newest == ["1,000", "", "train/loss 1.0000", "84.3 MB", "+01:30", "step-1000"]
     assert best[:2] == ["500", "best"]
 
 
@@ -302,6 +301,23 @@ def test_of_a_long_timeline_the_newest_lines_are_read_with_submission_and_worker
     assert read[-1].message == "4"
 
 
+def test_a_timeline_that_is_followed_keeps_submission_workers_and_the_newest_lines(
+    store: JobStore, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "MAX_LINES", 3)
+    before = followed = load_job(store, job.id, None)
+    for number in range(5):
+        told = batch(Note(time=NOW, message=str(number)), first_seq=2 + number)
+        store.append_events(f"{job.id}-a0", told, NOW)
+        followed = load_job(store, job.id, followed)
+    kinds = [line.kind for line in followed.timeline]
+    assert kinds == ["job_submitted", "workers_started", *["note"] * 3]
+    assert [line.message for line in followed.timeline[-3:]] == ["2", "3", "4"]
+    store.append_events(f"{job.id}-a0", batch(workers_started(), first_seq=7), NOW)
+    again = load_job(store, job.id, followed)
+    assert (again.is_rewound(followed), followed.is_rewound(before)) == (True, False)
+
+
 def test_groups_that_stay_as_they_are_are_kept_once(store: JobStore, job: Job) -> None:
     first = membership_changed()
     other = membership_changed(group_member(0), group_member(1, incarnation=1), group_member(2))
@@ -339,13 +355,13 @@ def test_what_readers_of_a_job_see_is_drawn_once_and_again_only_where_it_is_new(
         feed.latest(max_age_s=0.0)
     draws["traces"].side_effect = None
     assert "step 20" in feed.latest(max_age_s=0.0).html["progress"], "though another part failed"
-    assert drawn() == {*parts} - {"lanes", "grid", "sharding"}
+    assert drawn() == {*parts} - {"lanes", "grid", "sharding", "checkpoints"}
     again = feed.latest(max_age_s=0.0)
     assert feed.latest(max_age_s=0.0) is again
     assert not drawn()
     now_s += 10
     feed.latest(max_age_s=0.0)
-    assert drawn() == {*parts} - {"grid", "sharding"}, "texts with ages"
+    assert drawn() == {*parts} - {"grid", "sharding", "checkpoints"}, "texts with ages"
     away = Mock(side_effect=StoreUnavailable("away"))
     monkeypatch.setattr(store, "get_job", away)
     for max_age_s in (0.0, 60.0):

@@ -41,8 +41,9 @@ def check_versions(installed: Mapping[str, str] | None = None) -> list[str]:
         if not _fits(found, wanted):
             state = f"{found} is installed" if found else "is missing"
             mismatches.append(
-                f"{package} {state}, {wanted} is needed: run `make setup`, or "
-                "pip install 'shardloom[trainer-cpu]' ('shardloom[trainer-gpu]' with CUDA)"
+                f"{package} {state}, {wanted} is needed: run `make setup`, or pip install "
+                "'shardloom[trainer-gpu]'; without CUDA pip install 'shardloom[trainer-cpu]', then "
+                f"pip install --no-deps torchrec=={STACK['torchrec']}.0"
             )
     return mismatches
 

@@ -648,10 +648,11 @@ class Session:
         self.state.plateau = plateau
         if is_over(plateau, spec) and self.state.step < self.total_steps:
             best = "any number" if plateau.best is None else f"{plateau.best:.5g}"
+            by = f" by more than {spec.min_delta:g}" if spec.min_delta else ""
             self.note(
                 "info",
                 f"early stopping at step {self.state.step}: {plateau.num_validations} validations "
-                f"in a row without a better validation/{metric} than {best}",
+                f"in a row without a better validation/{metric} than {best}{by}",
             )
             self.emit(self._progress())
 

@@ -407,6 +407,11 @@ def _tell_local_token(settings: Settings, token: str | None) -> None:
             "SHARDLOOM_AUTH=none: whoever is on this machine may use the service, and run code as "
             "its user"
         )
+    if settings.ssl_certfile and not settings.driver_ca_file:
+        logger.warning(
+            "SHARDLOOM_DRIVER_CA_FILE is not set: drivers check the service's certificate by "
+            "public authorities, and cannot report to it where a private one signed it"
+        )
     if token is None:
         (settings.home / LOCAL_FILE_NAME).unlink(missing_ok=True)
         return

@@ -317,10 +317,26 @@ class LocalStack:
         if state.ray is not None and state.ray_address is not None:
             settings["SHARDLOOM_RAY_ADDRESS"] = state.ray_address
             settings["SHARDLOOM_RAY_AUTH_TOKEN"] = self.home.token()
+            if ca_file := self._ca_file():
+                settings["SHARDLOOM_DRIVER_CA_FILE"] = ca_file
         process = self.spawn("service", self._service_command, self._environment | settings)
         state = state.model_copy(update={"service": process})
         self.home.write(state)
         return state
+
+    def _ca_file(self) -> str | None:
+        """By which drivers check the service: what is named for them, else for clients, else its
+        own certificate where that signs itself."""
+        names = ("SHARDLOOM_DRIVER_CA_FILE", "SHARDLOOM_CA_FILE", "SHARDLOOM_SSL_CERTFILE")
+        *named, own = (self._environment.get(name) for name in names)
+        if any(named) or not own:
+            return named[0] or named[1]
+        from cryptography import x509
+
+        with suppress(OSError, ValueError):  # of a file that the service refuses
+            found = x509.load_pem_x509_certificate(Path(own).read_bytes())
+            return own if found.issuer == found.subject else None
+        return None
 
     def spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
         """Start a process in a session of its own, with a log of that name."""

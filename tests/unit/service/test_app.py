@@ -37,6 +37,17 @@ def test_it_asks_where_the_service_listens(monkeypatch: pytest.MonkeyPatch) -> N
     assert health_url() == "https://[fd00::2]:8700/healthz"
 
 
+def test_a_certificate_that_drivers_may_not_trust_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for ca_file in (tmp_path / "ca.pem", None):
+        assert "SHARDLOOM_DRIVER_CA_FILE" not in caplog.text
+        certificate = tmp_path / "cert.pem"
+        settings = Settings(home=tmp_path, ssl_certfile=certificate, driver_ca_file=ca_file)
+        app._tell_local_token(settings, None)
+    assert "SHARDLOOM_DRIVER_CA_FILE is not set" in caplog.text
+
+
 def test_nobody_there_is_unhealthy_with_the_address(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ from service.local.ray_node import (
 from service.local.stack import Component, LocalStack, check_port_free, wait_until_ready
 from service.local.state import StackError, StackHome, StackState
 from tests.conftest import REPO
+from tests.harness.certificates import make_certificate
 from tests.harness.machines import keep_stack
 from tests.harness.service import FakeService, shardloom
 
@@ -244,6 +245,29 @@ def test_the_own_stack_is_ended_and_one_that_others_started_since_left_alone(hom
     assert home.read_state() == theirs
     LocalStack(home, environment={}).down(pytest.fail, only=theirs)
     assert home.read_state() is None
+
+
+def test_drivers_check_the_service_by_what_clients_do_or_by_a_certificate_that_signs_itself(
+    home, tmp_path, monkeypatch
+):
+    certificate, _ = make_certificate(tmp_path, "127.0.0.1")
+    (tmp_path / "none.pem").touch()
+    started = Mock(return_value=THIS_PROCESS)
+    monkeypatch.setattr(LocalStack, "spawn", started)
+    state = keep_stack(home, ray=THIS_PROCESS, **RAY_URLS)
+    for named, expected in (
+        ({}, None),
+        ({"SSL_CERTFILE": str(certificate)}, str(certificate)),
+        ({"SSL_CERTFILE": str(tmp_path / "none.pem")}, None),
+        ({"SSL_CERTFILE": str(certificate), "CA_FILE": "/ca"}, "/ca"),
+        (
+            {"SSL_CERTFILE": str(certificate), "CA_FILE": "/ca", "DRIVER_CA_FILE": "/other"},
+            "/other",
+        ),
+    ):
+        environment = {f"SHARDLOOM_{name}": value for name, value in named.items()}
+        LocalStack(home, environment)._launch_service(state, 8700)
+        assert started.call_args.args[2].get("SHARDLOOM_DRIVER_CA_FILE") == expected
 
 
 @pytest.fixture

@@ -105,12 +105,14 @@ class Authenticator:
                 raise NotSignedIn("the link was used before, or is too old")
             self._used_codes[code] = expires_at
             token = secrets.token_urlsafe(32)
+            known = {c: each for c, each in self._local_sessions.items() if now < each.expires_at}
             session = Session(LOCAL.name, now, now + self.session_ttl_s)
-            self._local_sessions[hash_of(token)] = session
+            self._local_sessions = {**known, hash_of(token): session}
         return token, session
 
     def sign_out(self, cookie: str) -> None:
-        self._local_sessions.pop(hash_of(cookie), None)
+        with self._lock:
+            self._local_sessions.pop(hash_of(cookie), None)
         self.keys.end_session(hash_of(cookie))
 
     def _is_local(self, credentials: Credentials) -> bool:

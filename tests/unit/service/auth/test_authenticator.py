@@ -174,6 +174,8 @@ def test_a_link_signs_one_browser_in_once_within_an_hour(keys: KeyStore, clock: 
     assert clock.now >= session.expires_at
     with pytest.raises(NotSignedIn):
         authenticator.principal_of(Credentials(cookie=cookie))
+    authenticator.sign_in_by_link(login_code("t" * 43, clock.now))
+    assert len(authenticator._local_sessions) == 1, "the one that has ended is forgotten"
     # A service that asks for keys has no links.
     with pytest.raises(NotSignedIn):
         _authenticator(keys, clock).sign_in_by_link(login_code("", clock.now))

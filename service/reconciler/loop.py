@@ -173,6 +173,8 @@ class Reconciler:
         self._hurried: set[str] = set()
         self._scheduler = executor(1, "schedule")
         self._late: Future[list[Job] | None] | None = None
+        # Whether there was a wake since the last scheduling pass began.
+        self._is_told = False
         self.dispatched_at = clock()
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
 
@@ -185,6 +187,7 @@ class Reconciler:
 
     def wake(self) -> None:
         """Schedule, and reconcile the jobs that were written, now instead of at the interval."""
+        self._is_told = True
         self._woken.set()
 
     @property
@@ -270,19 +273,23 @@ class Reconciler:
 
     def _schedule(self) -> list[Job] | None:
         """Let the queue be scheduled; the live jobs as that left them, so that what starts is
-        reconciled in the same pass. None where they were not read now.
+        reconciled in the same pass. None where they are to be read anew.
         """
         if self._late is not None:
             # Its end wakes the loop: another one at once would leave no time between them.
-            self._late = None if self._late.done() else self._late
-            return None
+            late = self._late
+            if not late.done():
+                return None
+            self._late = None
+            return None if self._is_told else _live_after(late)
+        self._is_told = False
         scheduled = self._scheduler.submit(self._queue.admit)
         scheduled.add_done_callback(partial(_log_failure, "cannot schedule the queue"))
         if wait([scheduled], timeout=_SCHEDULING_S).not_done:
             self._late = scheduled
-            scheduled.add_done_callback(lambda _: self.wake())
+            scheduled.add_done_callback(lambda _: self._woken.set())
             return None
-        return None if scheduled.cancelled() or scheduled.exception() else scheduled.result()
+        return _live_after(scheduled)
 
     def _begin(self, due: Sequence[Job]) -> None:
         """Let jobs be reconciled that are not already; those with a request of a user first."""
@@ -515,6 +522,10 @@ def _is_settled(
     is_running = observation.state is ObservedState.RUNNING
     has_reported = attempt is None or attempt.reported_end is not None
     return is_running and not has_reported and decision == Decision(job, attempt)
+
+
+def _live_after(scheduled: Future[list[Job] | None]) -> list[Job] | None:
+    return None if scheduled.cancelled() or scheduled.exception() else scheduled.result()
 
 
 def _rests(job: Job) -> bool:

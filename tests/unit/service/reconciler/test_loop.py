@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
@@ -702,6 +703,32 @@ def test_no_scheduling_pass_follows_a_late_one_at_once(
     assert not begun.acquire(blocking=False)
     reconciler._dispatch()
     assert begun.acquire(timeout=scaled(10))
+    reconciler.close()
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_a_late_scheduling_pass_read_is_read_again_only_after_a_wake(
+    house: House, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(loop, "_SCHEDULING_S", 0.01)
+    reconciler = house.reconciler()
+
+    def hang() -> list[Job]:
+        found = house.store.list_live_jobs()
+        release.wait(scaled(60))
+        return found
+
+    monkeypatch.setattr(reconciler._queue, "admit", hang)
+    reconciler._dispatch()
+    release.set()
+    reconciler._scheduler.submit(int).result()
+    if is_told:
+        reconciler.wake()
+    read = Mock(wraps=house.store.list_live_jobs)
+    monkeypatch.setattr(house.store, "list_live_jobs", read)
+    reconciler._dispatch()
+    assert read.called == is_told
     reconciler.close()
 
 

@@ -264,8 +264,7 @@ class LocalStack:
         if missing:
             raise StackError(
                 f"a local stack needs {', '.join(missing)}, not installed here: run `make setup`, "
-                "or pip install 'shardloom[service,trainer-cpu]'. To use a service elsewhere, "
-                "give its --url"
+                "or pip install 'shardloom[service]'. To use a service elsewhere, give its --url"
             )
         if starts_ray and (mismatches := check_versions()):
             raise StackError("\n".join(mismatches))

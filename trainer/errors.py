@@ -23,6 +23,13 @@ class ColumnError(DataError):
     """A column is missing or has the wrong type."""
 
 
+ABOUT_VOCABULARIES = (
+    "a vocabulary is a Parquet file with the columns value, index (from 1) and, for min_count, "
+    "count; `shardloom data prepare` writes those of its data, features[].vocabulary.path names "
+    "others"
+)
+
+
 def missing_column(place: object, name: str, columns: Collection[str]) -> str:
     """That `place`, which has `columns`, has none of this name, and which is nearest to it."""
     return f"{place} has no column '{name}'{guess(name, columns)}; it has {', '.join(columns)}"

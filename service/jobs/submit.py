@@ -26,7 +26,7 @@ from service.errors import JobNotFound
 from service.jobs.run_storage import reach, run_dir_of, write_json
 from service.settings import Settings
 from service.storage import in_time
-from trainer.errors import ManifestError, missing_column
+from trainer.errors import ABOUT_VOCABULARIES, ManifestError, missing_column
 from trainer.protocol.untrusted import MAX_ENTRIES, NotRegular, read_untrusted
 from trainer.spec.base import FieldProblem, SpecError, is_remote, places_of
 from trainer.spec.job import JobSpec
@@ -51,8 +51,11 @@ def check_data(spec: JobSpec) -> JobSpec:
     """
     mend = "prepare one with `shardloom data prepare`"
     sized = [spec]
-    prepared = partial(_prepared_problem, spec, sized)
-    found = [_place_problem(spec.data.path, "data.path", mend, prepared)]
+
+    def look() -> FieldProblem | None:
+        return _prepared_problem(spec, sized) or _missing_vocabulary(spec)
+
+    found = [_place_problem(spec.data.path, "data.path", mend, look)]
     if (warm_start := spec.checkpoint.warm_start) is not None:
         mend = "give the checkpoints folder of a job, or one checkpoint in it"
         found.append(_place_problem(warm_start.path, "checkpoint.warm_start.path", mend))
@@ -160,6 +163,16 @@ def _missing_column(spec: JobSpec, columns: Collection[str]) -> FieldProblem | N
         if name and columns and name not in columns:
             message = missing_column(spec.data.path, name, columns)
             return FieldProblem(field, "missing_column", message)
+    return None
+
+
+def _missing_vocabulary(spec: JobSpec) -> FieldProblem | None:
+    """A vocabulary that a feature names and that is not there."""
+    for index, feature in enumerate(spec.features):
+        file = Path(spec.data.path) / feature.vocabulary_file
+        if feature.vocabulary and not file.exists():
+            message = f"{file} is missing; {ABOUT_VOCABULARIES}"
+            return FieldProblem(f"features[{index}].vocabulary", "missing_path", message)
     return None
 
 

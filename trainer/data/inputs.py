@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from trainer.data.manifest import MANIFEST_NAME, Manifest, load_manifest
 from trainer.data.parquet import mean_and_deviation
-from trainer.data.transforms import load_vocabulary, vocabulary_path
+from trainer.data.transforms import load_vocabulary
 from trainer.errors import SourceMissingError
 from trainer.spec.job import JobSpec
 from trainer.spec.resolve import check_sizes, fill_statistics, size_tables
@@ -27,7 +27,7 @@ def resolve_inputs(spec: JobSpec, warn: Callable[[str], None] = logger.warning) 
     vocab_sizes = manifest.vocab_sizes if manifest else {}
     read_sizes = {
         feature.name: load_vocabulary(
-            vocabulary_path(feature, folder), feature.vocabulary.min_count
+            folder / feature.vocabulary_file, feature.vocabulary.min_count
         ).num_ids
         for feature in spec.features
         if feature.vocabulary

@@ -28,7 +28,6 @@ from trainer.data.position import Span
 from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows, check_share
 from trainer.data.ragged import IntArray, offsets_of
 from trainer.data.rows import Rows, concat_rows
-from trainer.data.transforms import vocabulary_path
 from trainer.errors import CorruptFileError
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
@@ -179,7 +178,7 @@ def encodings_digest(spec: JobSpec) -> str:
         manifest = read_manifest(data / MANIFEST_NAME)
         known = {name: entry.sha256 for name, entry in manifest.vocabularies.items()}
         decisive = [manifest.vocab_sizes, known]
-    files = [vocabulary_path(feature, data) for feature in spec.features if feature.vocabulary]
+    files = [data / feature.vocabulary_file for feature in spec.features if feature.vocabulary]
     decisive += [file.size_and_sha256() for file in files]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 

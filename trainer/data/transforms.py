@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trainer.data.ragged import IntArray
-from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
+from trainer.errors import ABOUT_VOCABULARIES, ColumnError, CorruptFileError, SourceMissingError
 from trainer.spec.data import BucketizeSpec, FeatureSpec, HashingSpec, VocabularySpec
 from trainer.storage import Location
 
@@ -123,19 +123,11 @@ def encoder_of(feature: FeatureSpec, num_rows: int, folder: Location) -> IdEncod
         case HashingSpec(num_buckets=size, seed=seed):
             return HashEncoder(num_rows if size == "auto" else size, seed)
         case VocabularySpec(min_count=min_count):
-            return load_vocabulary(vocabulary_path(feature, folder), min_count)
+            return load_vocabulary(folder / feature.vocabulary_file, min_count)
         case BucketizeSpec(boundaries=boundaries, num_ids=num_ids):
             return BucketEncoder(boundaries, num_ids)
         case None:
             return None
-
-
-def vocabulary_path(feature: FeatureSpec, folder: Location) -> Location:
-    """The file of a feature's vocabulary; `folder` is `data.path`, or where that was exported."""
-    vocabulary = feature.vocabulary or VocabularySpec()
-    if vocabulary.path:
-        return folder / vocabulary.path
-    return folder / f"vocab/{vocabulary.column or feature.source_column}.parquet"
 
 
 def load_vocabulary(path: Location | Path, min_count: int = 1) -> VocabularyEncoder:
@@ -147,10 +139,7 @@ def load_vocabulary(path: Location | Path, min_count: int = 1) -> VocabularyEnco
     try:
         return _load(file.text, file.fingerprint(), min_count)
     except SourceMissingError as error:
-        raise SourceMissingError(
-            f"{error}; `shardloom data prepare` writes vocabularies, or set "
-            "features[].vocabulary.path"
-        ) from None
+        raise SourceMissingError(f"{error}; {ABOUT_VOCABULARIES}") from None
     except pl.exceptions.PolarsError as error:
         raise ColumnError(f"{file}: 'value' or 'index' holds what it cannot: {error}") from None
     except (pa.ArrowException, OSError) as error:

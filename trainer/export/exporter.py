@@ -25,7 +25,7 @@ from trainer.data.decode import FLOAT32, InputColumn, RowLayout, raw_kind
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import is_data_file, read_schema
 from trainer.data.reader import encodings_digest
-from trainer.data.transforms import read_vocabulary, vocabulary_path
+from trainer.data.transforms import read_vocabulary
 from trainer.errors import DataError, StorageError
 from trainer.export import artifact
 from trainer.export.artifact import ArtifactError, ExportError, write_manifest
@@ -319,7 +319,7 @@ def copy_vocabularies(spec: JobSpec, folder: Path) -> None:
     they made the ids. Raises OSError, or `DataError` where one that is used cannot be read.
     """
     source = Location.parse(spec.data.path)
-    used = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]
+    used = [source / each.vocabulary_file for each in spec.features if each.vocabulary]
     files = list(used)
     with contextlib.suppress(StorageError):  # data that is away is told of in the report
         files += [file for file in (source / "vocab").list() if is_data_file(file.name)]

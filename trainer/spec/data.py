@@ -176,6 +176,12 @@ class FeatureSpec(SpecModel):
         return self.column or self.name
 
     @property
+    def vocabulary_file(self) -> str:
+        """File of its vocabulary, below `data.path` or where that was exported."""
+        vocabulary = self.vocabulary or VocabularySpec()
+        return vocabulary.path or f"vocab/{vocabulary.column or self.source_column}.parquet"
+
+    @property
     def _encodings(self) -> dict[str, Encoding]:
         """By field; at most one in a spec that is valid."""
         found = {name: getattr(self, name) for name in _ENCODINGS}

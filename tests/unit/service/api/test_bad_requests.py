@@ -130,6 +130,21 @@ def test_a_column_that_prepared_data_lack_is_refused(
     assert f"no column '{missing}'; it has {', '.join(columns)}" in fault["message"]
 
 
+def test_a_vocabulary_that_is_not_there_is_refused_with_what_it_holds(
+    api: Api, tmp_path: Path
+) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "part.parquet").touch()
+    features = spec_document()["features"]
+    features[0]["vocabulary"] = {"path": "users.parquet"}
+    (fault,) = _refused(api, data=_data(tmp_path), features=features)
+    assert (fault["path"], fault["code"]) == ("features[0].vocabulary", "missing_path")
+    assert f"{tmp_path}/users.parquet is missing" in fault["message"]
+    assert "the columns value, index" in fault["message"]
+    (tmp_path / "users.parquet").touch()
+    api.submit(data=_data(tmp_path), features=features)
+
+
 def test_plain_parquet_needs_no_manifest_where_tables_have_sizes(api: Api, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "part.parquet").touch()

@@ -239,9 +239,12 @@ class Reconciler:
 
         A wake tells of what was written; the cluster is asked of all others at each interval.
         """
+        was_late = self._late is not None
         scheduled = self._schedule()
         jobs = self._store.list_live_jobs() if scheduled is None else scheduled
-        self._telemetry.saw_live_jobs(jobs)
+        if scheduled is None or not was_late:
+            # What a late pass read is older than what was seen meanwhile.
+            self._telemetry.saw_live_jobs(jobs)
         leased = set(
             self._store.claim_live_jobs(
                 self._settings.replica_id,

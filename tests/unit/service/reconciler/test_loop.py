@@ -725,10 +725,11 @@ def test_what_a_late_scheduling_pass_read_is_read_again_only_after_a_wake(
     reconciler._scheduler.submit(int).result()
     if is_told:
         reconciler.wake()
-    read = Mock(wraps=house.store.list_live_jobs)
+    read, shown = Mock(wraps=house.store.list_live_jobs), Mock()
     monkeypatch.setattr(house.store, "list_live_jobs", read)
+    monkeypatch.setattr(reconciler._telemetry, "saw_live_jobs", shown)
     reconciler._dispatch()
-    assert read.called == is_told
+    assert (read.called, shown.called) == (is_told, is_told), "metrics never go back in time"
     reconciler.close()
 
 

@@ -35,7 +35,10 @@ def test_mapping_typed_spec_and_file_submit_the_same_job(service: HttpStub) -> N
         assert shardloom.submit(spec).id == job_body()["id"]
     bodies = [json.loads(request.body) for request in service.received]
     sent = [shardloom.JobSpec.model_validate(body["spec"]) for body in bodies]
-    assert sent == [typed] * 4
+    assert sent[:2] == [typed] * 2
+    # The data of a file are where the caller stands.
+    data = typed.data.model_copy(update={"path": str(Path.cwd() / typed.data.path)})
+    assert sent[2:] == [typed.model_copy(update={"data": data})] * 2
 
 
 def test_code_and_files_are_taken_by_both_ways_to_submit(service: HttpStub, tmp_path: Path) -> None:

@@ -164,18 +164,6 @@ def test_a_submit_is_repeated_with_its_own_idempotency_key():
     assert third == "mine"
 
 
-def test_the_data_of_a_spec_file_are_where_the_caller_stands(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    document = spec_document()
-    Path("spec.yaml").write_text(
-        json.dumps({**document, "data": {**document["data"], "path": "d"}})
-    )
-    script = Script(httpx.Response(201, json=job_body()))
-    with script.client() as client:
-        client.submit(Path("spec.yaml"))
-    assert json.loads(script.requests[0].content)["spec"]["data"]["path"] == str(tmp_path / "d")
-
-
 @pytest.mark.parametrize("failure", [httpx.ReadTimeout("slow"), httpx.Response(503, json={})])
 def test_other_posts_are_never_sent_twice(failure):
     script = Script(failure, failure, failure)

@@ -207,9 +207,10 @@ def _group_counts(job: Job) -> dict[str, int]:
 def progress_of(progress: Progress, status: JobStatus) -> ProgressOut:
     """How far a job has come; only one that runs is known to end at some time."""
     share = progress.step / progress.total_steps if progress.total_steps else 0.0
-    if progress.rows and progress.eta_s and progress.step < progress.total_steps:
+    rows_left = (progress.eta_s or 0.0) * progress.rows_per_s
+    if progress.rows and rows_left > 0 and progress.step < progress.total_steps:
         # By rows, as steps before a resize may have had more or fewer of them.
-        share = progress.rows / (progress.rows + progress.eta_s * progress.rows_per_s)
+        share = progress.rows / (progress.rows + rows_left)
     known = {**vars(progress), "percent": min(100.0, max(0.0, 100.0 * share))}
     return ProgressOut(**known if status is JobStatus.RUNNING else {**known, "eta_s": None})
 

@@ -243,7 +243,10 @@ def describe(error: Exception) -> RenderableType:
         what = "the spec" if error.code == "invalid_spec" else "the request"
         return _faults(what, error.fields)
     if isinstance(error, errors.ServiceUnreachable) and error.is_distrusted:
-        hint = "name the certificates (PEM) by which to check it with SHARDLOOM_CA_FILE"
+        hint = (
+            "use the name that the certificate is for, or name those (PEM) by which to check it "
+            "with SHARDLOOM_CA_FILE"
+        )
         return _message(str(error), hint)
     if isinstance(error, errors.ServiceUnreachable):
         return _message(

@@ -25,8 +25,8 @@ from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
 from service.domain.auth import Role
 from service.domain.membership import failure_domain
-from service.domain.models import JobStatus
-from service.domain.timeline import latest_resize_request
+from service.domain.models import Checkpoint, JobStatus
+from service.domain.timeline import TimelineEvent, latest_resize_request
 from service.errors import Conflict
 from service.jobs import actions
 from service.jobs.logs import LogPiece, LogPosition, list_sources, read_new, tail_position
@@ -153,11 +153,11 @@ class ActionsPanel(Panel):
 
     def show(self, shown: ShownJob) -> None:
         super().show(shown)
-        snapshot, job = shown.snapshot, shown.snapshot.job
+        job = shown.snapshot.job
         may, has_ended = self._may_change, job.status.is_terminal
         is_pausing = job.pause_requested and job.status is not JobStatus.PAUSED
         is_open = may and not has_ended and not job.cancel_requested
-        may_restart = bool(snapshot.checkpoints) and (has_ended or job.status.is_at_rest)
+        may_restart = bool(self._restartable) and (has_ended or job.status.is_at_rest)
         self._pause.set_visibility(is_open and job.status is not JobStatus.PAUSED)
         self._pause.set_enabled(not is_pausing)
         self._pause.set_text("Pausing" if is_pausing else "Pause")
@@ -167,8 +167,16 @@ class ActionsPanel(Panel):
         self._cancel.set_enabled(not job.cancel_requested)
         self._cancel.set_text("Cancelling" if job.cancel_requested else "Cancel job")
 
+    @property
+    def _restartable(self) -> list[Checkpoint]:
+        """Checkpoints behind which there is something to train, the newest first."""
+        job, found = self._snapshot.job, self._snapshot.checkpoints
+        if job.status is JobStatus.SUCCEEDED:
+            found = [each for each in found if each.step < job.progress.total_steps]
+        return sorted(found, key=lambda each: -each.step)
+
     def _open_restart(self) -> None:
-        found = sorted(self._snapshot.checkpoints, key=lambda each: -each.step)
+        found = self._restartable
         options = {
             each.step: f"step {each.step:,}{', best so far' if each.is_best else ''}, "
             f"{wording.size(each.size_bytes)}"
@@ -381,10 +389,10 @@ class PlacementPanel(Panel):
 
 
 class GridPanel(Panel):
-    """The 2D groups: as they are now, or after each event of the job's life."""
+    """The 2D groups: as they are now, or after each of the newest events of the job's life."""
 
     def _build(self) -> None:
-        self._moment: int | None = None
+        self._moment: TimelineEvent | None = None
         with panel("2D groups"):
             self._grid = ui.html(sanitize=False)
             with ui.element("div").classes("moments") as self._moments:
@@ -401,7 +409,9 @@ class GridPanel(Panel):
         self._moments.set_visibility(len(moments) > 1)
         self._ticks.set_content(shown.html["moments"])
         # What is now comes after the last of them.
-        at = len(moments) if self._moment is None else self._moment
+        if self._moment not in moments:
+            self._moment = None
+        at = len(moments) if self._moment is None else moments.index(self._moment)
         self._slider.props(f"max={len(moments)} value={at}")
         if self._moment is None:
             self._told.set_text("at the end" if job.status.is_terminal else "now")
@@ -410,11 +420,10 @@ class GridPanel(Panel):
     async def _choose(self, event: events.ValueChangeEventArguments[str | None]) -> None:
         job, timeline = self._snapshot.job, self._snapshot.timeline
         moments, chosen = moments_of(timeline), max(0, int(event.value or 0))
-        self._moment = chosen if chosen < len(moments) else None
-        if self._moment is not None:
-            then = moments[self._moment]
+        self._moment = then = moments[chosen] if chosen < len(moments) else None
+        if then is not None:
             html = await asyncio.to_thread(fragments.groups, job, timeline, then)
-            if self._moment != chosen:
+            if self._moment is not then:
                 return  # The reader has gone on meanwhile.
             self._told.set_text(f"{wording.clock(then.time - job.created_at)} {then.message}")
             self._grid.set_content(html)

@@ -122,7 +122,8 @@ class SweepStore(Transactions):
         ids = [trial.job_id for trial in found if trial.job_id is not None]
         rows = self.rows(select_jobs().where(jobs.c.id.in_(ids)))
         readable = {job.id: job for job in self.readable(rows, job_of)}
-        live = {row["id"] for row in rows if not JobStatus(row["status"]).is_terminal}
+        ended = {each.value for each in JobStatus if each.is_terminal}  # of those known here
+        live = {row["id"] for row in rows if row["status"] not in ended}
         pairs = [(trial, readable.get(trial.job_id or "")) for trial in found]
         return [
             Observed(trial, job, self._reached(sweep, trial, job), not job and trial.job_id in live)

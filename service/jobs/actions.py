@@ -175,7 +175,7 @@ def restart_job(
             raise errors.JobActive(job.id, job.status)
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
         is_done = job.status is JobStatus.SUCCEEDED and chosen.step >= job.progress.total_steps > 0
-        if is_done and step is None and path is None:
+        if is_done:
             why = f"all {chosen.step} steps are trained; name an earlier checkpoint, or clone it"
             raise errors.JobEnded(job.id, why)
         with errors.reaching_storage(f"cannot restore the files of job {job_id}: "):

@@ -324,18 +324,20 @@ class LocalStack:
         return state
 
     def _ca_file(self) -> str | None:
-        """By which drivers check the service: what is named for them, else for clients, else its
-        own certificate where that signs itself."""
+        """By which drivers check the service, where that is not said: what clients do so by, else
+        its own certificate where that signs itself."""
         names = ("SHARDLOOM_DRIVER_CA_FILE", "SHARDLOOM_CA_FILE", "SHARDLOOM_SSL_CERTFILE")
-        *named, own = (self._environment.get(name) for name in names)
-        if any(named) or not own:
-            return named[0] or named[1]
-        from cryptography import x509
+        said, found, own = (self._environment.get(name) for name in names)
+        if said or not own:
+            return None
+        if not found:
+            from cryptography import x509
 
-        with suppress(OSError, ValueError):  # of a file that the service refuses
-            found = x509.load_pem_x509_certificate(Path(own).read_bytes())
-            return own if found.issuer == found.subject else None
-        return None
+            with suppress(OSError, ValueError):  # of a file that the service refuses
+                certificate = x509.load_pem_x509_certificate(Path(own).read_bytes())
+                found = own if certificate.issuer == certificate.subject else None
+        # The service has another working folder.
+        return str(Path(found).expanduser().absolute()) if found else None
 
     def spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
         """Start a process in a session of its own, with a log of that name."""

@@ -41,10 +41,12 @@ _ASKED_OF_CLUSTER: Any = {
 
 def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
     """Values for the next trial, by path of their parameter."""
+    known = [each.trial.values for each in trials]
     if sweep.search == "grid" or sweep.num_points <= sweep.num_trials:  # random ones would repeat
+        paths = [each.path for each in sweep.parameters]
         points = itertools.product(*(each.values for each in sweep.parameters))
-        point = next(itertools.islice(points, len(trials), None))
-        return {each.path: value for each, value in zip(sweep.parameters, point, strict=True)}
+        on_grid = (dict(zip(paths, point, strict=True)) for point in points)
+        return next(each for each in on_grid if each not in known)
     # Imported here because it takes a second, which a service without sweeps need not spend.
     import optuna
 
@@ -60,7 +62,7 @@ def suggest(sweep: Sweep, trials: Sequence[Observed]) -> dict[str, Any]:
     space = {each.path: _distribution(each) for each in sweep.parameters}
     for each in trials:
         study.add_trial(_as_known(sweep, each, space))
-    known, found = [each.trial.values for each in trials], dict[str, Any]()
+    found: dict[str, Any] = {}
     for _ in range(_MAX_TRIES):
         asked = study.ask(space).params
         found = {

@@ -341,8 +341,8 @@ class Session:
         every = self.spec.training.accumulate_steps
         return step % every == 0 or step == self.total_steps or place.ends_epoch
 
-    def run_step(self, batch: Batch, step: int, is_dense_step: bool) -> torch.Tensor:
-        """What step number `step` does to the model; its loss, a scalar. Collective."""
+    def run_step(self, batch: Batch, step: int, is_dense_step: bool) -> None:
+        """What step number `step` does to the model. Collective."""
         self.heartbeat.begin_step()
         self.tracer.begin_step(step)
         self.lookups.sampling = not self.speed.num_steps  # since the last report
@@ -368,7 +368,6 @@ class Session:
         self.speed.step()
         self.land_report()
         self.heartbeat.end_step()
-        return loss.detach()
 
     def is_sync_step(self) -> bool:
         """Whether the replicas are averaged after the current step."""

@@ -247,7 +247,7 @@ def restart(change: ChangeDep, body: RestartJob | None = None) -> JobDetail:
     """Let a job that has ended, waits or is paused go on from one of its checkpoints.
 
     Its later checkpoints count no more, and are removed once a new one is committed. 409 while it
-    has workers, 404 for a checkpoint that it does not have.
+    has workers and where all its steps are trained, 404 for a checkpoint that it does not have.
     """
     wanted = body or RestartJob()
     return change(actions.restart_job, step=wanted.step, path=wanted.path)

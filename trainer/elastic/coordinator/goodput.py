@@ -207,6 +207,11 @@ class RunMetrics:
         if cause:
             self.goodput.spend(group, cause, now - since)
 
+    @property
+    def has_incident(self) -> bool:
+        """Whether the next commit ends a recovery."""
+        return self._incident is not None
+
     def commit(
         self, counting: Collection[int], generation: int, commit: int, now: float
     ) -> Recovered | None:

@@ -558,7 +558,10 @@ class SyncRounds:
         self.has_finished |= self.report.has_finished
         self.report = Report()
         counting = {group.group for group in ended.counting}
-        recovered = self._metrics.commit(counting, self.generation, ended.commit, now)
+        # Else who trained nothing had nothing to train.
+        has_waited = self._is_short or self._metrics.has_incident
+        gaining = counting if has_waited else {group.group for group in ended.groups}
+        recovered = self._metrics.commit(gaining, self.generation, ended.commit, now)
         for number in counting:
             del self._num_skips[number]
         missing = ended.missing()

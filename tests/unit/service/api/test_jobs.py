@@ -431,6 +431,9 @@ def test_half_of_the_rows_are_half_of_the_job_though_steps_had_other_sizes_befor
 ):
     resized = Progress(step=10, total_steps=50, rows=5120, rows_per_s=64.0, eta_s=80.0)
     assert progress_of(resized, JobStatus.RUNNING).percent == 50.0
+    for rows_per_s, eta_s in ((-64.0, 80.0), (0.0, 80.0), (math.inf, 0.0), (math.nan, 1.0)):
+        told = replace(resized, rows_per_s=rows_per_s, eta_s=eta_s)
+        assert progress_of(told, JobStatus.RUNNING).percent == 20.0, "by steps"
 
 
 def test_a_job_that_does_not_run_has_no_time_left() -> None:

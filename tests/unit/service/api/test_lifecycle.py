@@ -145,8 +145,9 @@ def test_a_job_that_trained_all_its_steps_goes_on_from_earlier_ones_only(
     sent = batch(checkpoint(60), checkpoint(100), progress(100), stream="workers-0")
     api.post_events(f"{job_id}-a0", sent)
     end(api, job_id)
-    with pytest.raises(Conflict, match="all 100 steps are trained"):
-        client.restart(job_id)
+    for step in (None, 100):
+        with pytest.raises(Conflict, match="all 100 steps are trained"):
+            client.restart(job_id, step=step)
     assert client.restart(job_id, step=60).status is JobStatus.QUEUED
 
 

@@ -260,6 +260,8 @@ def test_drivers_check_the_service_by_what_clients_do_or_by_a_certificate_that_s
         ({"SSL_CERTFILE": str(certificate)}, str(certificate)),
         ({"SSL_CERTFILE": str(tmp_path / "none.pem")}, None),
         ({"SSL_CERTFILE": str(certificate), "CA_FILE": "/ca"}, "/ca"),
+        ({"SSL_CERTFILE": str(certificate), "CA_FILE": "ca"}, str(Path.cwd() / "ca")),
+        ({"CA_FILE": "/ca"}, None),
         (
             {"SSL_CERTFILE": str(certificate), "CA_FILE": "/ca", "DRIVER_CA_FILE": "/other"},
             "/other",

@@ -166,6 +166,12 @@ def test_below_min_groups_nothing_is_trained_until_enough_have_copied_the_state(
     ]
 
 
+def test_a_run_that_loses_nothing_has_nothing_to_recover_from():
+    world = running(3)
+    world.run_to_end()
+    assert goodput(world)[1] == 0
+
+
 def test_a_job_does_not_begin_below_min_groups():
     world = begun_alone(start_grace_s=1.0, min_groups=2)
     for _ in range(10):

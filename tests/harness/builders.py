@@ -122,9 +122,16 @@ def metrics(step: int, *, time: float = NOW, **values: float) -> Metrics:
     return Metrics(time=time, step=step, values=named)
 
 
-def progress(step: int, **changes: Any) -> Progress:
+def progress(step: int, total_steps: int = 100, **changes: Any) -> Progress:
+    """Ten steps a second, of 64 rows."""
     made = Progress(
-        time=NOW, step=step, total_steps=100, epoch=0, rows=step * 64, rows_per_s=640.0, eta_s=15.0
+        time=NOW,
+        step=step,
+        total_steps=total_steps,
+        epoch=0,
+        rows=step * 64,
+        rows_per_s=640.0,
+        eta_s=(total_steps - step) / 10,
     )
     return made.model_copy(update=changes)
 

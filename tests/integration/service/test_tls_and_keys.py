@@ -68,7 +68,7 @@ def test_from_the_first_key_to_a_driver_that_posts(
     ):
         client.whoami()
     told = shardloom("status", "--url", service.url)
-    assert "name the certificates (PEM) by which to check it" in told.stdout
+    assert "name those (PEM) by which to check it" in told.stdout
     assert ("is not trusted" in told.stdout, "shardloom up" in told.stdout) == (True, False)
     monkeypatch.setenv("SHARDLOOM_CA_FILE", str(service.certificate))
     with pytest.raises(NotSignedIn), ShardloomClient(service.url, retry=ONCE) as client:

@@ -107,7 +107,7 @@ def is_transient(error: ShardloomError) -> bool:
         return True
     if isinstance(error, ProblemError | UnexpectedAnswer):
         return error.status in RETRIED_STATUSES
-    return isinstance(error, ServiceUnreachable)
+    return isinstance(error, ServiceUnreachable) and not error.is_distrusted
 
 
 # ---- the connection

@@ -147,6 +147,10 @@ def test_a_read_gives_up_after_its_retries_and_names_the_url():
     with pytest.raises(ServiceUnreachable, match=r"127\.0\.0\.1:8700 \(refused\)"):
         script.client(num_retries=2).cluster()
     assert len(script.requests) == 3
+    distrusted = Script(*[httpx.ConnectError("CERTIFICATE_VERIFY_FAILED: self-signed")] * 2)
+    with pytest.raises(ServiceUnreachable, match="not trusted"):
+        distrusted.client().cluster()
+    assert len(distrusted.requests) == 1
 
 
 def test_a_submit_is_repeated_with_its_own_idempotency_key():

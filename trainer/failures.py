@@ -15,7 +15,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-_DEVICE_SIGNS = ("torch.outofmemoryerror", "cuda out of memory", "hip out of memory")
+# Torch's allocator of device memory, and the runtime, which page-locks memory of the host, too.
+_DEVICE_SIGNS = (
+    "torch.outofmemoryerror",
+    "cuda out of memory",
+    "cuda error: out of memory",
+    "hip out of memory",
+    "hip error: out of memory",
+)
 # Ray's memory monitor, torch's CPU allocator, the C library, Python, container runtimes.
 _HOST_SIGNS = (
     "node running low on memory",

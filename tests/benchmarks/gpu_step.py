@@ -211,7 +211,11 @@ def session_rows_per_s(spec: JobSpec) -> float:
     """A session's, by the times of its own reports."""
     with TemporaryDirectory() as folder:
         train(open_session(config_of(spec, Path(folder))))
-        time_of_step = {report.step: report.time for report in told(Path(folder), Metrics)}
+        time_of_step = {
+            report.step: report.time
+            for report in told(Path(folder), Metrics)
+            if "speed/rows_per_s" in report.values  # not of the save after the last step
+        }
     seconds = time_of_step[SESSION_STEPS] - time_of_step[SESSION_STEPS // 2]
     return SESSION_STEPS // 2 * WORKLOAD.batch_size / seconds
 

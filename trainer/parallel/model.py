@@ -190,13 +190,15 @@ def share_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     """
     first = dist.get_process_group_ranks(group)[0]
     for buffer in stored_buffers(module):
+        values = buffer.contiguous()  # as NCCL demands and gloo takes for granted
         if buffer.is_floating_point():
             # In float64 the sum of equal, narrower values is exact, and does not overflow.
-            total = buffer.double()
+            total = values.double()
             dist.all_reduce(total, group=group)
-            buffer.copy_(total / dist.get_world_size(group))
+            values = total / dist.get_world_size(group)
         else:
-            dist.broadcast(buffer, first, group=group)
+            dist.broadcast(values, first, group=group)
+        buffer.copy_(values)
 
 
 class MeshShardingEnv(ShardingEnv2D):

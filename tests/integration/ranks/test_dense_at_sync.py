@@ -192,6 +192,24 @@ def test_complex_parameters_and_buffers_are_averaged_and_compared_by_their_parts
         assert torch.equal(result["shared"], torch.full((2,), 1 + 1j, dtype=dtype))
 
 
+def _share_transposed(case: Case) -> dict[str, torch.Tensor]:
+    model, _ = _from_another_seed(case)
+    rank, buffers = model.groups.rank, {}
+    for dtype in (torch.float32, torch.int64):
+        values = torch.arange(6, dtype=dtype).view(2, 3) + 2 * rank
+        buffers[str(dtype)] = values.t().contiguous().t() if rank else values
+        model.module.register_buffer(f"turned_{values.element_size()}", buffers[str(dtype)])
+    share_buffers(model.module, model.groups.global_group)
+    return {name: buffer.clone() for name, buffer in buffers.items()}
+
+
+def test_buffers_are_shared_however_they_lie_in_memory() -> None:
+    values = torch.arange(6).view(2, 3)
+    for result in run_ranks(_share_transposed, 2, Case(2, 1)):
+        assert torch.equal(result["torch.float32"], values + 1.0)
+        assert torch.equal(result["torch.int64"], values)
+
+
 def _sync_under_two_names(case: Case) -> float:
     """A buffer that the network has thrice, by two modules, goes on by 10 as a sync overlaps."""
     model, spec = _from_another_seed(case)

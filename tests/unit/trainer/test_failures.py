@@ -114,6 +114,7 @@ def test_an_error_that_nobody_named_is_told_by_its_type_and_text() -> None:
     for reason, errors in {
         EndReason.DEVICE_OOM: [
             RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+            RuntimeError("CUDA error: out of memory"),
             OutOfMemoryError("[enforce fail] allocation failed"),
         ],
         EndReason.HOST_OOM: [

@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 
 from service.domain.models import Prediction
+from trainer.layout.cost import MemoryUse
 from trainer.protocol.events import PHASES
 
 # Of one job; a table or a task of a model brings a few. However many tables there are, they leave
@@ -103,9 +104,8 @@ _PHASES = {
 }
 STEP_PHASES = tuple(chain.from_iterable(planned for planned, _ in _PHASES.values()))
 # Parts of memory as the planner names them, reserve left out.
-MEMORY_PARTS = (
-    *("tables", "optimizer", "activations", "input"),
-    *("dense", "sync_buffers", "process"),
+MEMORY_PARTS = tuple(
+    part for field in fields(MemoryUse) if (part := field.name.removesuffix("_bytes")) != "reserve"
 )
 # On GPUs what tensors took; of the host the planner says nothing there.
 _PEAKS = ("memory/peak_allocated_bytes", "memory/peak_rss_bytes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from service.domain.membership import (
     num_wanted,
     sizes_of_job,
 )
-from service.domain.metrics import MEMORY_PARTS, compared
+from service.domain.metrics import MEMORY_PARTS, STEP_PHASES, compared
 from service.domain.models import Job, Membership
 from service.schemas.wording import layout_text, shape_text
 from tests.harness.builders import (
@@ -37,6 +37,7 @@ from tests.harness.builders import (
     queued_job,
     recovered,
 )
+from trainer.layout.cost import StepTime
 from trainer.protocol import events
 from trainer.protocol.events import Event
 
@@ -159,6 +160,10 @@ def test_of_what_was_predicted_the_fullest_rank_is_kept_whatever_a_job_tells() -
         assert found.memory_bytes == (kept if kept is not None else found.memory_bytes)
         assert found.step_s == {} and found.memory_bytes.keys() <= {*MEMORY_PARTS}
         assert all(each.ratio is None for each in compared(found, {}))
+
+
+def test_every_phase_that_the_planner_predicts_is_compared() -> None:
+    assert {f"{phase}_s" for phase in STEP_PHASES} == {field.name for field in fields(StepTime)}
 
 
 def test_another_attempt_starts_with_nothing() -> None:

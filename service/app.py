@@ -270,11 +270,13 @@ def _check_run_storage(folder: Path) -> None:
 
 
 def _backend_of(settings: Settings) -> Backend:
-    if settings.backend == "fake":
-        return FakeBackend(settings.home / "fake-cluster")
-    if settings.backend == "kuberay":
-        return _kuberay(settings)
-    return _ray_jobs(settings, settings.ray_address)
+    match settings.backend:
+        case "fake":
+            return FakeBackend(settings.home / "fake-cluster")
+        case "kuberay":
+            return _kuberay(settings)
+        case "ray_jobs":
+            return _ray_jobs(settings, settings.ray_address)
 
 
 def _ray_jobs(settings: Settings, address: str, token: str | None = None) -> RayJobsBackend:

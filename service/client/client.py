@@ -113,7 +113,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
     def plan(self, spec: Spec) -> JobPlan:
         """Check a spec without creating a job, and say which groups it would form."""
         body = {"spec": _document(spec)}
-        return self._request("POST", "/v1/jobs", JobPlan, json=body, params={"dry_run": "true"})
+        options = {"json": body, "params": {"dry_run": "true"}, "is_change": False}
+        return self._request("POST", "/v1/jobs", JobPlan, **options)
 
     def plans(
         self,
@@ -126,7 +127,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         `8xH100-80GB x 128, hbm_bytes=60e9`."""
         body = {"spec": _document(spec), "cluster": cluster, "time_limit_s": time_limit_s}
         patience = httpx.Timeout(REQUEST_TIMEOUT_S, read=time_limit_s + REQUEST_TIMEOUT_S)
-        return self._request("POST", "/v1/plans", PlansOut, json=body, timeout=patience)
+        options = {"json": body, "timeout": patience, "is_change": False}
+        return self._request("POST", "/v1/plans", PlansOut, **options)
 
     def list_jobs(self, *, limit: int = 50, **filters: Any) -> Page[JobSummary]:
         """One page of jobs, newest first, by `filters` as in `JobFilter`.

@@ -14,7 +14,12 @@ class ShardloomError(Exception):
 
 
 class ServiceUnreachable(ShardloomError):
-    """No answer at `url`, after the retries; the request may or may not have arrived."""
+    """No answer at `url`, after the retries.
+
+    A change for which `may_have_arrived` may be done: to repeat it may do it twice.
+    """
+
+    may_have_arrived = False
 
     def __init__(self, url: str, cause: str) -> None:
         self.is_distrusted = "CERTIFICATE_VERIFY_FAILED" in cause
@@ -22,6 +27,12 @@ class ServiceUnreachable(ShardloomError):
         if self.is_distrusted:
             what = f"the certificate of {url} is not trusted"
         super().__init__(f"{what} ({cause})")
+
+    def __str__(self) -> str:
+        told = super().__str__()
+        if self.may_have_arrived:
+            told += "; it may have arrived: look, as with `shardloom ps`, before repeating it"
+        return told
 
 
 class CredentialsUnusable(ShardloomError):

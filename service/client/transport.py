@@ -47,6 +47,7 @@ PATIENCE_S = 120.0
 # How long an answer may take that is asked for when the time is as good as over.
 _LAST_LOOK_S = 1.0
 RETRIED_STATUSES = frozenset({408, 429, 502, 503, 504})
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
 _FIRST_DELAY_S = 0.2
 _MAX_DOUBLINGS = 30
 Answer = TypeVar("Answer")
@@ -295,6 +296,7 @@ class Connection:
         path: str,
         *,
         repeatable: bool = False,
+        is_change: bool | None = None,
         patience_s: float = 0.0,
         deadline: float = math.inf,
         params: Params | None = None,
@@ -303,11 +305,14 @@ class Connection:
     ) -> httpx.Response:
         """Send a request, again while its failures are transient if it is `repeatable`.
 
+        Without an answer, the error of one that `is_change` (None: each but a GET) says whether any
+        try may have arrived.
         After `deadline` (of the clock) it is not sent again, nor waited for longer than
         `_LAST_LOOK_S`. The answer is read, or written to `target`, which is replaced once all is
         there (raises OSError). `content` is as in `httpx.Client.request`.
         """
-        budget = self._budget(patience_s, deadline)
+        budget, may_have_arrived = self._budget(patience_s, deadline), False
+        is_change = method != "GET" if is_change is None else is_change
         while True:
             if deadline < math.inf:
                 left_s = max(deadline - self._clock(), _LAST_LOOK_S)
@@ -320,6 +325,9 @@ class Connection:
                         _save(response, target)
                     return response
             except ShardloomError as error:
+                may_have_arrived |= is_change and not isinstance(error.__cause__, _NEVER_SENT)
+                if isinstance(error, ServiceUnreachable):
+                    error.may_have_arrived = may_have_arrived
                 if not repeatable or not is_transient(error) or self._clock() >= deadline:
                     raise
                 failure = error

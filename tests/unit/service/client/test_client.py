@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,25 @@ def test_a_submit_is_repeated_with_its_own_idempotency_key():
     )
     assert first == again == once_more != second
     assert third == "mine"
+
+
+def test_a_change_without_an_answer_says_when_it_may_have_arrived():
+    lost, refused = httpx.ReadError("reset"), httpx.ConnectError("refused")
+
+    def told(call: Callable[[ShardloomClient], object], *failures: Exception) -> str:
+        client = Script(*failures).client(num_retries=len(failures) - 1)
+        with pytest.raises(ServiceUnreachable) as caught:
+            call(client)
+        return str(caught.value)
+
+    def submit(client: ShardloomClient) -> object:
+        return client.submit(spec_document())
+
+    assert "may have arrived" in told(submit, lost, refused)
+    assert "may have arrived" in told(lambda client: client.cancel("ratings"), lost)
+    assert "arrived" not in told(submit, refused, httpx.ConnectTimeout("slow"))
+    assert "arrived" not in told(lambda client: client.get_job("ratings"), lost, refused)
+    assert "arrived" not in told(lambda client: client.plan(spec_document()), lost)
 
 
 @pytest.mark.parametrize("failure", [httpx.ReadTimeout("slow"), httpx.Response(503, json={})])

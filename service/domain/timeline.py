@@ -88,9 +88,9 @@ RESIZE_KINDS = (RESIZE, DRAIN)
 def latest_resize_request(lines: Iterable[TimelineEvent]) -> ResizeRequest:
     """The request of the newest of some timeline events."""
     data = [line.data for line in lines if line.kind in RESIZE_KINDS]
-    fields = ("id", "workers", "drain_hosts")
-    newest = {name: data[-1][name] for name in fields} if data else {}
-    return ResizeRequest.model_validate(newest)
+    newest = data[-1] if data else {}
+    known = {name: newest[name] for name in newest.keys() & ResizeRequest.model_fields}
+    return ResizeRequest.model_validate(known)
 
 
 # Of reasons that the driver gives; the coordinator sends a message instead.

@@ -30,7 +30,6 @@ from trainer.coordination.messages import (
     Answered,
     Arrive,
     GroupEnded,
-    GroupState,
     Heartbeat,
     HeartbeatPhase,
     Heartbeats,
@@ -46,6 +45,7 @@ from trainer.coordination.messages import (
     Vote,
     Welcome,
 )
+from trainer.protocol.events import GroupState
 from trainer.spec.training import RecoverySpec
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from trainer.coordination.sync_tuner import Observation, TunerState
+from trainer.protocol.events import GroupState
 
 WATCH_SILENCE_S = 30.0
 """Longest silence of a worker in the domain `job`, where only its peers wait for it."""
@@ -155,12 +156,6 @@ class Ledger(Message):
     @property
     def rows_done(self) -> int:
         return self.rows_trained + self.rows_skipped
-
-
-GroupState = Literal["initial", "spare", "listening", "current"]
-"""`initial`: as the seed or a checkpoint made it; `spare`: holds nothing, is in no round and waits
-until it is wanted; `listening`: copying from a peer, hears every round at weight 0; `current`:
-holds the newest commit and trains."""
 
 
 class RankProcess(Message):

@@ -32,7 +32,6 @@ from trainer.coordination.client import (
 )
 from trainer.coordination.messages import (
     Arrive,
-    GroupState,
     LeaderProgress,
     Lease,
     Ledger,
@@ -49,6 +48,7 @@ from trainer.layout.layout import Layout
 from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import exact_sync
+from trainer.protocol.events import GroupState
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
 from trainer.training import worker

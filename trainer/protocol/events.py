@@ -9,8 +9,9 @@ often a batch is sent. Pydantic only: both sides import this.
 from __future__ import annotations
 
 import re
+import time
 from itertools import chain
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +21,8 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 
@@ -343,13 +346,20 @@ class LayoutChosen(EventModel):
     reason: Message
 
 
+GroupState = Literal["initial", "spare", "listening", "current"]
+"""`initial`: as the seed or a checkpoint made it; `spare`: holds nothing, is in no round and waits
+until it is wanted; `listening`: copying from a peer, hears every round at weight 0; `current`:
+holds the newest commit and trains."""
+LeaveCause = Literal["resize", "drain", "straggler", "poisoned"]
+
+
 class GroupMember(EventPart):
     """One sharding group of a membership; `donor` is the group that serves its copy."""
 
     group: Count
     incarnation: Count
     hosts: list[Host]
-    standing: Literal["initial", "spare", "listening", "current"]
+    standing: GroupState
     donor: Count | None = None
 
 
@@ -403,7 +413,7 @@ class GroupLeft(EventModel):
     kind: Literal["group_left"] = "group_left"
     group: Count
     incarnation: Count
-    cause: Literal["resize", "drain", "straggler", "poisoned"]
+    cause: LeaveCause
     hosts: list[Host]
 
 
@@ -594,17 +604,32 @@ def read_record(line: bytes, now: float) -> Event:
 
 def damaged_record(now: float) -> Note:
     """What takes the place of a record that cannot be read or stored."""
-    return Note(time=now, level="warning", message="an event record was damaged on storage")
+    return Note(
+        time=now,
+        level="warning",
+        message="an event record cannot be read: it was damaged, or a newer version wrote it",
+    )
+
+
+def _readable(given: Any, read: ValidatorFunctionWrapHandler) -> Event:
+    try:
+        event: Event = read(given)
+    except ValidationError:
+        return damaged_record(time.time())
+    return event
 
 
 class EventBatch(BaseModel):
-    """Consecutive records of one stream; `events[i]` has sequence number `first_seq + i`."""
+    """Consecutive records of one stream; `events[i]` has sequence number `first_seq + i`.
+
+    A note takes the place of one that cannot be read, as in `read_record`.
+    """
 
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings")
 
     stream: Annotated[str, Field(pattern=STREAM_PATTERN)]
     first_seq: Count
-    events: Annotated[list[Event], Field(max_length=1000)]
+    events: Annotated[list[Annotated[Event, WrapValidator(_readable)]], Field(max_length=1000)]
 
 
 class EventAck(BaseModel):

@@ -27,13 +27,14 @@ from tests.integration.ranks.sync_cases import (
     make_batch,
 )
 from trainer.coordination.client import Identity
-from trainer.coordination.messages import Arrive, GroupState, Ledger, RoundResult
+from trainer.coordination.messages import Arrive, Ledger, RoundResult
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig
 from trainer.elastic.group_session import connect
 from trainer.elastic.group_sync import GroupSync
 from trainer.parallel.sync import SyncReport
+from trainer.protocol.events import GroupState
 from trainer.spec.parallelism import SyncSpec
 from trainer.spec.training import RecoverySpec
 

@@ -27,7 +27,7 @@ from tests.integration.elastic.group_sync_cases import (
 )
 from tests.integration.ranks.sync_cases import Table
 from trainer.coordination.client import Identity
-from trainer.coordination.messages import GroupState, Round, RoundMember
+from trainer.coordination.messages import Round, RoundMember
 from trainer.elastic.peer_copy import (
     Chunk,
     DonorServer,
@@ -37,6 +37,7 @@ from trainer.elastic.peer_copy import (
     pieces_of,
 )
 from trainer.parallel.touched_rows import RowNumbers, Rows
+from trainer.protocol.events import GroupState
 
 CPU = torch.device("cpu")
 DEADLINE_S = scaled(20)

@@ -21,7 +21,6 @@ from trainer.coordination.detection import (
 from trainer.coordination.messages import (
     Answer,
     Arrive,
-    GroupState,
     Hello,
     RankProcess,
     Rejection,
@@ -30,7 +29,7 @@ from trainer.coordination.messages import (
     Vote,
 )
 from trainer.elastic.coordinator.interface import Departure, GroupStatus, MembershipPolicy, Reply
-from trainer.protocol.events import Note
+from trainer.protocol.events import GroupState, LeaveCause, Note
 
 _NUM_DEPARTURES = 100
 _NUM_SPEEDS = 5
@@ -62,7 +61,7 @@ class Group:
         self.copy: Literal["absent", "live", "stale"] = "absent"
         self.donor: Group | None = None
         self.copied_bytes = 0  # when its last round opened
-        self.leave_cause: str | None = None
+        self.leave_cause: LeaveCause | None = None
         self.num_suspended = 0
         self.speeds: deque[float] = deque(maxlen=_NUM_SPEEDS)
         self.share: Share = (0, 1)

@@ -11,9 +11,9 @@ from typing import Literal
 
 from trainer.coordination.client import finding_s
 from trainer.coordination.detection import RankId
-from trainer.coordination.messages import Answer, Count, GroupState, Message
+from trainer.coordination.messages import Answer, Count, Message
 from trainer.failures import Failure
-from trainer.protocol.events import Event, StragglerFound
+from trainer.protocol.events import Event, GroupState, StragglerFound
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
 from trainer.spec.training import RecoverySpec

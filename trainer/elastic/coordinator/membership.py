@@ -272,7 +272,7 @@ class Membership:
         self,
         groups: Collection[int],
         num_missing: int,
-        leaving: Mapping[tuple[int, int], str],
+        leaving: Mapping[tuple[int, int], events.LeaveCause],
         num_saves: int,
         now: float,
     ) -> list[Effect]:
@@ -294,8 +294,8 @@ class Membership:
         self._advance(now)
         return self._take_effects()
 
-    def _retire(self, group: Group, cause: str, now: float) -> None:
-        """Let a group go at the next commit, for one of the causes of `GroupLeft`.
+    def _retire(self, group: Group, cause: events.LeaveCause, now: float) -> None:
+        """Let a group go at the next commit.
 
         The last current group stays until another one is. Who has not begun goes at once.
         """

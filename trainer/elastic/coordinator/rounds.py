@@ -263,13 +263,12 @@ class SyncRounds:
         if self._round and group in self._round.groups:
             self._end_round(f"group {group.group} was lost", now)
 
-    def let_go(self, group: Group, cause: str, now: float) -> None:
+    def let_go(self, group: Group, cause: events.LeaveCause, now: float) -> None:
         """A group leaves as asked; no work is lost."""
         self._groups.remove(group, cause, f"left: {cause}", is_lost=False)
         self._book.give_back(group.group)
         self._metrics.goodput.leave(group.group, now)
-        left = events.GroupLeft(time=now, cause=cause, **group.identity)  # type: ignore[arg-type]
-        self._effects.append(left)
+        self._effects.append(events.GroupLeft(time=now, cause=cause, **group.identity))
 
     def dismiss_spare(self, spare: Group, message: str, only_waiting: bool = False) -> None:
         """Tell the ranks of a spare to end; nothing is lost with them."""

@@ -104,6 +104,14 @@ def test_a_record_of_a_newer_trainer_is_taken_without_what_it_adds() -> None:
     assert taken == EventBatch(stream="driver", first_seq=0, events=[known])
 
 
+def test_a_record_that_only_a_newer_version_knows_holds_nothing_up() -> None:
+    known = metrics(1).model_dump(mode="json", exclude_none=True)
+    events = [{"kind": "of_tomorrow", "time": NOW}, known]
+    batch = {"stream": "driver", "first_seq": 0, "events": events}
+    unknown, taken = EventBatch.model_validate_json(json.dumps(batch)).events
+    assert (unknown.message, taken) == (damaged_record(NOW).message, metrics(1))
+
+
 def test_what_is_kept_of_a_job_at_every_pass_stays_small_whatever_it_tells() -> None:
     job, attempt = live_job()
     lost = group_lost().model_copy(update={"message": "m" * 10**6, "hosts": ["h"] * 20_000})

@@ -17,7 +17,6 @@ from trainer.coordination.detection import RankId
 from trainer.coordination.messages import (
     Answer,
     Arrive,
-    GroupState,
     Heartbeat,
     Hello,
     Lease,
@@ -36,7 +35,7 @@ from trainer.coordination.sync_tuner import Observation
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Effect, MembershipPolicy, Reply
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.membership import Membership
-from trainer.protocol.events import Event, RowsSkipped
+from trainer.protocol.events import Event, GroupState, RowsSkipped
 from trainer.spec.training import RecoverySpec
 
 NUM_RANKS = 2

@@ -7,13 +7,17 @@ source "$(dirname "$0")/demo_common.sh"
 job=movielens-survive
 lost=127.0.0.4
 
-# Wait until the timeline of the job has $2 lines of kind $1, or the job has ended.
+# Print what is new in the timeline of the job, until it has $2 lines of kind $1 or the job has ended.
+# Without a service the script ends, also where a caller handles what comes back.
+num_printed=0
 wait_for() {
     local events
     while true; do
-        events="$("$shardloom" events "$job" --json)"
-        [ "$(grep -c "\"kind\": \"$1\"" <<<"$events")" -lt "$2" ] || return 0
-        ! grep -q '"kind": "job_ended"' <<<"$events" || return 1
+        events="$("$shardloom" events "$job")" || exit
+        tail -n "+$((num_printed + 1))" <<<"$events"
+        num_printed="$(wc -l <<<"$events")"
+        [ "$(grep -c "^[0-9:]*  $1 " <<<"$events")" -lt "$2" ] || return 0
+        ! grep -q "^[0-9:]*  job_ended " <<<"$events" || return 1
         sleep 1
     done
 }

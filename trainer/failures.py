@@ -69,6 +69,7 @@ class EndRule:
     driver restarts them inside the attempt, by the same budget. One that `is_suspicious` may lie in
     the job itself: a sharding group that ended so is started again as often as the budget allows.
 
+    With `blames_job` the fault is one of its spec, data or code, which nobody but its owner mends.
     With `blames_hosts` it counts against the hosts of a group, and with `avoids_host` the next
     attempt has no worker on the host to blame, for a while and if there is room elsewhere. With
     `needs_memory` each of its workers holds less: its sharding groups are larger, where the spec
@@ -80,6 +81,7 @@ class EndRule:
     first_backoff_s: float = 2.0
     restarts_workers: bool = False
     is_suspicious: bool = False
+    blames_job: bool = False
     blames_hosts: bool = False
     avoids_host: bool = False
     needs_memory: bool = False
@@ -133,13 +135,16 @@ class EndReason(StrEnum):
     )
     BAD_SPEC = (
         "bad_spec",
-        EndRule("Correct the field that the message names and submit the job again."),
+        EndRule(
+            "Correct the field that the message names and submit the job again.", blames_job=True
+        ),
     )
     DATA_ERROR = (
         "data_error",
         EndRule(
             "Correct the data, or the field of the spec, that the message names, and submit the "
-            "job again."
+            "job again.",
+            blames_job=True,
         ),
     )
     # A mount or an endpoint that is away is often back in minutes; a full disk is soon given up.
@@ -155,13 +160,18 @@ class EndReason(StrEnum):
     )
     TRAINING_ERROR = (
         "training_error",
-        EndRule("Read the end of the log of the rank that the message names.", is_suspicious=True),
+        EndRule(
+            "Read the end of the log of the rank that the message names.",
+            is_suspicious=True,
+            blames_job=True,
+        ),
     )
     USER_CODE = (
         "user_code",
         EndRule(
             "Mend the code of model.module where the traceback shows it, and submit the job again "
-            "with --code."
+            "with --code.",
+            blames_job=True,
         ),
     )
     # Code that was upgraded under a driver is that of the next one, too.
@@ -246,7 +256,8 @@ class EndReason(StrEnum):
         "non_finite",
         EndRule(
             "Lower optimizer.sparse.lr or optimizer.dense.lr, add a warm-up (optimizer.schedule), "
-            "or look for outliers in the data."
+            "or look for outliers in the data.",
+            blames_job=True,
         ),
     )
     # Bad rows are left out from then on; too many of them are no accident.
@@ -258,6 +269,7 @@ class EndReason(StrEnum):
             "data.",
             Budget.USER,
             restarts_workers=True,
+            blames_job=True,
         ),
     )
     NO_ROOM = (

@@ -57,7 +57,9 @@ class ServiceMetrics:
             buckets=_WAIT_BUCKETS,
         )
         self._ended_jobs = counter(
-            "shardloom_ended_jobs", "Jobs whose end this replica stored.", ["status", "reason"]
+            "shardloom_ended_jobs",
+            "Jobs whose end this replica stored; where retries were exhausted, by the last reason.",
+            ["status", "reason"],
         )
         self._ended_attempts = counter(
             "shardloom_ended_attempts", "Attempts whose end this replica stored.", ["reason"]
@@ -142,10 +144,12 @@ class ServiceMetrics:
         self._unstarted = {job.id for job in jobs if job.started_at is None}
         self._live.saw(jobs)
 
-    def job_ended(self, job: Job) -> None:
+    def job_ended(self, job: Job, last: Attempt | None = None) -> None:
         self._note_start(job)
-        reason = job.reason.value if job.reason else ""
-        self._ended_jobs.labels(job.status.value, reason).inc()
+        reason = job.reason
+        if reason is EndReason.RETRIES_EXHAUSTED and last is not None:
+            reason = last.end_reason
+        self._ended_jobs.labels(job.status.value, reason.value if reason else "").inc()
 
     def attempt_stored(self, before: Attempt | None, after: Attempt | None) -> None:
         """Count an attempt that was taken or that ended with what was just stored."""
@@ -190,6 +194,8 @@ class ServiceMetrics:
             connection.info[_BEGAN] = time.perf_counter()
 
         def _end(connection: Connection) -> None:
+            if connection.invalidated:
+                return  # Its `info` went with it.
             began: Any = connection.info.pop(_BEGAN, None)
             if began is not None:
                 is_write = connection.get_execution_options().get("is_write", False)

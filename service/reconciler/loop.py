@@ -435,7 +435,7 @@ class Reconciler:
             logger.info("job %s: %s", job.id, line.message)
         self._telemetry.attempt_stored(attempt, decision.attempt)
         if stored.status.is_terminal and not job.status.is_terminal:
-            self._telemetry.job_ended(stored)
+            self._telemetry.job_ended(stored, decision.attempt)
             with self._slot.aside():
                 update_job_file(stored, self._settings)
         return stored

@@ -145,12 +145,12 @@ class _Served:
 
     def poll(self, num_times: int = 1) -> None:
         """Let a fresh reconciler reconcile every job, now."""
-        reconciler = Reconciler(self.store, self.backend, self.settings, ServiceMetrics())
+        # The app's own reconciler does not run: positions in the queue come from this one.
+        context = self.http.app.state.context  # type: ignore[attr-defined]
+        reconciler = Reconciler(self.store, self.backend, self.settings, context.telemetry)
         for _ in range(num_times):
             run_once(reconciler)
         reconciler.close()
-        # The app's own reconciler does not run: positions in the queue come from this one.
-        context = self.http.app.state.context  # type: ignore[attr-defined]
         object.__setattr__(context, "reconciler", reconciler)
 
 

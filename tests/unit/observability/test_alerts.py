@@ -31,6 +31,7 @@ from tests.unit.observability.expressions import (
     metrics_in,
     rules,
 )
+from trainer.failures import EndReason
 
 RULE_TESTS = sorted((Path(__file__).parent / "rules").glob("*_test.yaml"))
 # Where alerts lead to.
@@ -85,6 +86,11 @@ def test_every_alert_has_a_test_in_which_it_fires() -> None:
         shown = [each for each in case.get("promql_expr_test", ()) if each["exp_samples"]]
         fired.update(re.findall(r'alertname="(\w+)"', str(shown)))
     assert fired == alerts().keys()
+
+
+def test_failures_of_a_jobs_own_alert_nobody() -> None:
+    (own,) = re.findall(r'reason!~"([^"]+)"', alerts()["ShardloomJobsFail"]["expr"])
+    assert own.split("|") == [reason for reason in EndReason if reason.rule.blames_job]
 
 
 # ---- runbooks

@@ -358,6 +358,8 @@ def test_an_attempt_tells_the_evidence_of_its_end_and_what_to_change(api: Api) -
     assert job["advice"] == attempt["advice"]
     (line,) = api.http.get(f"/v1/jobs/{job_id}/events?kind=attempt_ended").json()["items"]
     assert line["data"]["evidence"] == evidence
+    counted = 'shardloom_ended_jobs_total{reason="device_oom",status="FAILED"} 1.0'
+    assert counted in api.http.get("/metrics").text
 
 
 # ---- filters of lists, over REST and in the CLI

@@ -64,6 +64,9 @@ def apply_event(
         case events.GroupJoined():
             return replace(known, gone=_without(known.gone, event.group))
         case events.Recovered():
+            if event.time >= known.changed_at:
+                # Its members were told before they formed it, and are not told again.
+                known = replace(known, generation=event.generation, commit=event.commit)
             return replace(
                 known,
                 last_recovery=Recovery(**event.model_dump(exclude={"kind", "commit"})),

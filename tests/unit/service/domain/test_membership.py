@@ -135,6 +135,13 @@ def test_the_newest_recovery_is_kept_and_all_are_counted() -> None:
     assert (membership.last_recovery.pause_s, membership.num_recoveries) == (0.31, 2)
 
 
+def test_a_recovery_tells_the_generation_unless_a_newer_membership_did() -> None:
+    members = membership_changed(generation=3)
+    found = folded_membership(members, recovered(time=NOW + 1))
+    assert (found.generation, found.commit) == (4, 12)
+    assert folded_membership(members, recovered(time=NOW - 1)).generation == 3
+
+
 def test_a_host_is_excluded_once_however_often_it_is_told() -> None:
     told = [
         events.HostExcluded(time=NOW, host="h3", num_failures=n, until=NOW + 600 * n)

@@ -519,7 +519,10 @@ class GroupRunLoop:
             absent_since=self.config.clock(),
         )
         self.runs[start.group] = started
-        logger.info("starting %s", started.name)
+        message = f"starting {started.name}"
+        logger.info("%s", message)
+        if incarnation or self._has_trained:
+            attempt.writer.write(events.Note(time=self.config.wall_clock(), message=message))
 
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
         run, cause = self.runs[action.group], str(action.cause)

@@ -315,8 +315,9 @@ def test_a_group_that_hangs_at_its_start_is_given_up_and_starts_elsewhere(world:
     assert world.hosts_in_use == {0: "a", 1: "b", 2: "c"}, "a start may take long"
     assert world.look(2) is None
     assert world.dropped == [(2, 0)], "it is not let in any more, should it come"
-    (note,) = world.told(events.Note)
-    assert "group 2 on c hangs at its start" in note.message
+    hung, again = world.told(events.Note)
+    assert "group 2 on c hangs at its start" in hung.message
+    assert again.message == "starting group 2 on d, life 2"
     assert world.hosts_in_use == {0: "a", 1: "b", 2: "d"}
     world.become("listening", (2, 1))
     assert world.look(2000) is None

@@ -15,13 +15,7 @@ from service.domain.models import TimelineEvent
 from trainer.layout.workload import synced_row_bytes, synced_rows
 from trainer.protocol.events import TablePlan, WorkersStarted
 from trainer.spec.job import JobSpec
-
-_OPTIMIZERS = {
-    "row_wise_adagrad": "row-wise AdaGrad",
-    "adagrad": "AdaGrad",
-    "adam": "Adam",
-    "sgd": "SGD",
-}
+from trainer.spec.training import OPTIMIZERS
 
 
 def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
@@ -65,7 +59,7 @@ def _every(number: int, what: str) -> str:
 
 def _state_text(spec: JobSpec) -> str:
     if not spec.optimizer.sparse.has_state:
-        return f"none ({_OPTIMIZERS[spec.optimizer.sparse.name]})"
+        return f"none ({OPTIMIZERS[spec.optimizer.sparse.name].label})"
     averaged = {
         "every": "averaged at each sync",
         "delayed": "averaged, one sync behind the weights",
@@ -128,8 +122,8 @@ def _all_to_all_text(spec: JobSpec) -> str:
 def _lr_text(spec: JobSpec) -> str:
     sparse, dense = spec.optimizer.sparse, spec.optimizer.dense
     rates = (
-        f"tables {sparse.lr:g} ({_OPTIMIZERS[sparse.name]}), "
-        f"dense {dense.lr:g} ({_OPTIMIZERS[dense.name]})"
+        f"tables {sparse.lr:g} ({OPTIMIZERS[sparse.name].label}), "
+        f"dense {dense.lr:g} ({OPTIMIZERS[dense.name].label})"
     )
     schedule = spec.optimizer.schedule
     if schedule is None:

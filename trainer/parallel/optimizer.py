@@ -55,6 +55,12 @@ _FUSED_OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "row_wise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
+# The same of tables that are whole.
+_WHOLE_TABLE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, lr, eps: torch.optim.SGD(parameters, lr=lr),
+    "adagrad": torch.optim.Adagrad,
+    "row_wise_adagrad": RowWiseAdagrad,
+}
 _DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, fused=True),
     "adagrad": torch.optim.Adagrad,  # torch fuses it on CPUs only
@@ -197,9 +203,7 @@ def _whole_table_optimizer(
     parameters: Iterable[nn.Parameter], spec: SparseOptimizerSpec, moment_scale: float
 ) -> torch.optim.Optimizer:
     root = math.sqrt(moment_scale)
-    if spec.name == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.lr)
-    kind = torch.optim.Adagrad if spec.name == "adagrad" else RowWiseAdagrad
+    kind = _WHOLE_TABLE_OPTIMIZERS[spec.name]
     return kind(parameters, lr=spec.lr * root, eps=spec.eps * root)
 
 

@@ -38,8 +38,8 @@ SparseOptimizerName = Literal["row_wise_adagrad", "adagrad", "sgd"]
 DenseOptimizerName = Literal["adam", "adagrad", "sgd"]
 
 
-class _State(NamedTuple):
-    """What an optimizer keeps: fp32 numbers for each row of a table, and for each weight.
+class _Optimizer(NamedTuple):
+    """What it is called, and keeps: fp32 numbers for each row of a table, and for each weight.
 
     Second moments that grow are sums of squared gradients; others are means of the newest ones.
     """
@@ -49,11 +49,11 @@ class _State(NamedTuple):
     grows: bool = False
 
 
-_STATES = {
-    "row_wise_adagrad": _State(1, 0, grows=True),
-    "adagrad": _State(0, 1, grows=True),
-    "adam": _State(0, 2),
-    "sgd": _State(0, 0),
+OPTIMIZERS = {
+    "row_wise_adagrad": _Optimizer("row-wise AdaGrad", 1, 0, grows=True),
+    "adagrad": _Optimizer("AdaGrad", 0, 1, grows=True),
+    "adam": _Optimizer("Adam", 0, 2),
+    "sgd": _Optimizer("SGD", 0, 0),
 }
 
 
@@ -108,12 +108,12 @@ class SparseOptimizerSpec(SpecModel):
     def is_state_by_row(self) -> bool:
         """Whether the state of a row is the same for any width, so that each column shard has it
         for itself."""
-        return not _STATES[self.name].num_per_weight
+        return not OPTIMIZERS[self.name].num_per_weight
 
     @property
     def has_growing_moments(self) -> bool:
         """Whether second moments grow with the number of steps, which moment scaling is about."""
-        return _STATES[self.name].grows
+        return OPTIMIZERS[self.name].grows
 
     @property
     def changes_untouched_rows(self) -> bool:
@@ -122,7 +122,7 @@ class SparseOptimizerSpec(SpecModel):
 
     def state_bytes_per_row(self, embedding_dim: int) -> int:
         """Bytes of optimizer state that a row of `embedding_dim` columns has."""
-        state = _STATES[self.name]
+        state = OPTIMIZERS[self.name]
         return 4 * (state.num_per_row + state.num_per_weight * embedding_dim)
 
 
@@ -136,12 +136,12 @@ class DenseOptimizerSpec(SpecModel):
     @property
     def num_moments(self) -> int:
         """Numbers kept for each weight."""
-        return _STATES[self.name].num_per_weight
+        return OPTIMIZERS[self.name].num_per_weight
 
     @property
     def has_growing_moments(self) -> bool:
         """As that of the tables."""
-        return _STATES[self.name].grows
+        return OPTIMIZERS[self.name].grows
 
 
 class ScheduleSpec(SpecModel):

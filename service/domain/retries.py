@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from service.domain.models import Attempt, Job
 from trainer.failures import Budget, EndReason
-from trainer.spec import validate_spec
 from trainer.spec.base import MAX_WORKERS, SpecError
 from trainer.spec.job import JobSpec
 
@@ -97,7 +96,7 @@ def _avoided_hosts(job: Job, ended: Sequence[Attempt], now: float) -> tuple[tupl
 def _larger_group_size(spec: JobSpec, size: int) -> int | None:
     """The next larger shard_group_size that the spec allows; None where there is none.
 
-    Each that is tried costs a check of the whole spec: only those that divide both bounds of the
+    Each that is tried costs reading the whole spec: only those that divide both bounds of the
     workers, as they must.
     """
     sizes = spec.parallelism
@@ -109,10 +108,13 @@ def _larger_group_size(spec: JobSpec, size: int) -> int | None:
 
 
 def with_parallelism(spec: JobSpec, **changes: object) -> JobSpec | None:
-    """The spec with changes to its `parallelism`; None where they are not legal."""
+    """The spec with changes to its `parallelism`; None where they are not legal.
+
+    Newer checks may refuse what was stored: only the layout is checked anew.
+    """
     document = spec.model_dump(mode="json")
     document["parallelism"] |= changes
     try:
-        return validate_spec(document)
+        return JobSpec.checked(document, {"stored": True, "laid_out": True})
     except SpecError:
         return None

@@ -127,8 +127,12 @@ class Sweep:
 
     @property
     def num_points(self) -> float:
-        """How many combinations there are of the values of all parameters."""
-        return math.prod(len(each.values) or math.inf for each in self.parameters)
+        """How many combinations there are of the values of all parameters.
+
+        What earlier versions stored may hold a value twice.
+        """
+        distinct = ({*map(each.values.index, each.values)} for each in self.parameters)
+        return math.prod(len(each) or math.inf for each in distinct)
 
     def is_better(self, value: float, other: float) -> bool:
         """Whether a value of the metric is better than another; NaN is worse than any number."""
@@ -243,7 +247,7 @@ def decide(sweep: Sweep, trials: Sequence[Observed]) -> SweepStep:
             end=None if to_submit else SweepStatus.FAILED,
             message=message,
         )
-    num_left = num_of_trials(sweep) - len(trials)
+    num_left = _num_left(sweep, trials)
     num_new = max(0, min(sweep.num_parallel - len(active), num_left))
     return SweepStep(
         submit=to_submit,
@@ -261,6 +265,16 @@ def decide(sweep: Sweep, trials: Sequence[Observed]) -> SweepStep:
 def num_of_trials(sweep: Sweep) -> int:
     """How many trials a sweep has in all: there may be fewer points than are asked for."""
     return int(min(sweep.num_trials, sweep.num_points))
+
+
+def _num_left(sweep: Sweep, trials: Sequence[Observed]) -> int:
+    """How many trials are still to be made; in those of earlier versions points may be repeated."""
+    num_left = sweep.num_trials - len(trials)
+    if sweep.num_points > sweep.num_trials:
+        return num_left
+    points = (each.trial.values for each in trials)
+    tried = {tuple(each.values.index(at[each.path]) for each in sweep.parameters) for at in points}
+    return min(num_left, int(sweep.num_points) - len(tried))
 
 
 def _rungs(sweep: Sweep, trials: Sequence[Observed]) -> list[Rung]:

@@ -10,7 +10,8 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from service.auth.permissions import paths_of
@@ -123,8 +124,15 @@ def spec_of_trial(
     Where it reads and writes, what code it runs and for whom cannot be searched: that was checked
     once, for the user that made the sweep. `base` is the sweep's own spec, where it is known.
     """
-    spec = validate_spec(set_values(dict(sweep.spec), values))
-    if _fixed(spec) != _fixed(base or validate_spec(dict(sweep.spec))):
+    check: Callable[[Any], JobSpec] = validate_spec
+    try:
+        base = base or check(dict(sweep.spec))
+    except SpecError:
+        # Newer checks refuse what was accepted once: all but that of the layout are left out.
+        check = partial(JobSpec.checked, context={"stored": True, "laid_out": True})
+        base = check(dict(sweep.spec))
+    spec = check(set_values(dict(sweep.spec), values))
+    if _fixed(spec) != _fixed(base):
         message = "name, project, paths, sinks, code and cluster are the same for all trials"
         raise SpecError([FieldProblem(path, "fixed_field", message) for path in values])
     labels = {**spec.labels, "sweep": sweep.id, "trial": str(number)}

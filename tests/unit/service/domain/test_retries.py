@@ -21,9 +21,10 @@ from service.domain.models import (
     QueueState,
     ReportedEnd,
 )
-from service.domain.retries import advice_of, backoff_s, next_attempt
+from service.domain.retries import advice_of, backoff_s, next_attempt, with_parallelism
 from tests.harness.builders import NOW, attempt_of, live_job, queued_job, reported
-from trainer.spec.base import MAX_WORKERS
+from trainer.spec import validate_spec
+from trainer.spec.base import MAX_WORKERS, SpecError
 from trainer.spec.job import JobSpec
 
 FAILED = Observation(ObservedState.FAILED, "exit code 1")
@@ -116,9 +117,22 @@ def test_after_a_shortage_of_memory_groups_are_larger_where_the_spec_leaves_it_o
     assert any("shard_group_size is 4" in note for note in following.notes)
 
 
+def test_a_stored_job_that_newer_checks_refuse_is_cut_and_grown_as_any_other() -> None:
+    job = queued_job(parallelism={"workers": {"min": 4, "max": 8}, "shard_group_size": "auto"})
+    recovery = job.spec.recovery.model_copy(update={"exclude_host_s": 1e12})
+    stored = replace(job, spec=job.spec.model_copy(update={"recovery": recovery}))
+    with pytest.raises(SpecError, match="exclude_host_s"):
+        validate_spec(stored.spec.model_dump(mode="json"))
+    short = _ended(stored, 0, EndReason.DEVICE_OOM)
+    assert next_attempt(stored, [short], {short.id: 2}, NOW).spec.parallelism.group_size == 4
+    cut = with_parallelism(stored.spec, workers={"min": 4, "max": 6})
+    assert cut is not None and cut.parallelism.world_size == 6
+    assert with_parallelism(stored.spec, shard_group_size=3) is None
+
+
 def test_only_groups_that_divide_the_workers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
-    monkeypatch.setattr(retries, "validate_spec", lambda document: tried.append(document))
+    monkeypatch.setattr(retries, "with_parallelism", lambda _, **sizes: tried.append(sizes))
     for workers in ({"min": 1, "max": MAX_WORKERS}, {"min": 9000, "max": 16200}, MAX_WORKERS):
         job = queued_job(parallelism={"workers": workers, "shard_group_size": "auto"})
         assert next_attempt(job, [], {}, NOW).end_on == ()

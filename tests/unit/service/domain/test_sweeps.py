@@ -55,7 +55,8 @@ def observed(
             latest_metrics={} if value is None else {SWEEP.metric: value},
         )
     job_id = job.id if job else None
-    trial = Trial(SWEEP.id, number, {}, NOW, **{"job_id": job_id, **fields})  # type: ignore[arg-type]
+    told = {"values": {}, "job_id": job_id, **fields}
+    trial = Trial(SWEEP.id, number, created_at=NOW, **told)  # type: ignore[arg-type]
     return Observed(trial, job, reached)
 
 
@@ -83,12 +84,20 @@ def test_a_trial_whose_job_was_never_made_is_made_again():
     assert decide(SWEEP, [observed(0), observed(1, None)]).submit == [1]
 
 
-def test_a_grid_ends_with_its_last_point():
-    parameters = (Parameter("a", values=(1, 2)), Parameter("b", values=(1, 2, 3)))
+def test_a_grid_ends_with_its_last_point_whatever_was_repeated():
+    # Earlier versions took a value twice, and tried points twice.
+    parameters = (Parameter("a", values=(1, 2, 2)), Parameter("b", values=([1], 2)))
     grid = replace(SWEEP, search="grid", parameters=parameters)
-    assert num_of_trials(grid) == 6
-    ended = [observed(number, JobStatus.SUCCEEDED) for number in range(6)]
+    assert num_of_trials(grid) == 4
+    points = [(1, [1]), (1, [1]), (1, 2), (2, [1]), (2, 2)]
+    ended = [
+        observed(number, JobStatus.SUCCEEDED, values={"a": a, "b": b})
+        for number, (a, b) in enumerate(points)
+    ]
+    step = decide(grid, ended[:4])
+    assert (step.num_new, step.end) == (1, None)
     assert decide(grid, ended).end is SweepStatus.COMPLETED
+    assert decide(replace(grid, num_trials=4), ended[:4]).end is SweepStatus.COMPLETED
 
 
 def test_only_the_best_of_a_comparison_go_on():

@@ -153,6 +153,24 @@ def test_a_sweep_of_an_earlier_version_may_name_steps_to_trace(api, create):
     assert api.store.get_job(trial["job_id"]).spec.training == validate_spec(sweep.spec).training
 
 
+def test_a_sweep_that_newer_checks_refuse_goes_on_through_all_its_values(api, create):
+    store = api.http.app.state.context.sweeps
+    spec = store.get(create(num_trials=1)).spec
+    later = {**spec, "recovery": {**spec["recovery"], "exclude_host_s": 1e12}}
+    repeated = (Parameter(EVERY["path"], values=(1, 4, 4)),)
+    sweep = replace(store.get(create()), id="sweep-earlier", spec=later, parameters=repeated)
+    store.create(sweep)
+    for _ in range(2):
+        runner_of(api).poll()
+    found = trials_of(api, sweep.id)
+    assert [trial["values"][EVERY["path"]] for trial in found] == [1, 4]
+    assert all(trial["job_id"] for trial in found), found
+    with pytest.raises(SpecError, match="project"):
+        spec_of_trial(sweep, 2, {"project": "other"})
+    with pytest.raises(SpecError, match="multiple of shard_group_size"):
+        spec_of_trial(sweep, 2, {"parallelism.workers": 3})
+
+
 def test_only_trials_that_came_to_a_rung_are_asked_for_their_metric(api, create):
     stopping = {"min_steps": 10, "reduction_factor": 2}
     sweep_id = create(num_trials=2, num_parallel=2, early_stopping=stopping)

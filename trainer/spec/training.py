@@ -44,6 +44,7 @@ class _Optimizer(NamedTuple):
     Second moments that grow are sums of squared gradients; others are means of the newest ones.
     """
 
+    label: str
     num_per_row: int
     num_per_weight: int
     grows: bool = False

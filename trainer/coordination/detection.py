@@ -163,6 +163,9 @@ class ReplacementPolicy:
         return True
 
 
+Suspicion = Literal["silent", "hang"]
+
+
 @dataclass(frozen=True)
 class Suspect:
     """A rank that seems lost, or, as far as is known, any of those `alike`, which include it.
@@ -171,7 +174,7 @@ class Suspect:
     """
 
     rank: RankId
-    reason: Literal["silent", "hang"]
+    reason: Suspicion
     phase: str
     idle_s: float
     patience_s: float

@@ -20,6 +20,7 @@ from typing import Literal
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
 from trainer.driver.cluster import Host
 from trainer.layout.choice import Room, packing, placements
+from trainer.protocol.events import LeaveCause
 
 GroupPhase = Literal["starting", "idle", "training", "leaving"]
 """`starting`: not current yet; `idle`: a spare that is ready; `leaving`: asked to leave."""
@@ -121,7 +122,7 @@ class Retire:
     """Ask `group` to leave after the next sync."""
 
     group: int
-    cause: Literal["resize", "drain"]
+    cause: LeaveCause
 
 
 Action = Start | Promote | Retire

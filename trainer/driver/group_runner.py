@@ -525,7 +525,7 @@ class GroupRunLoop:
             attempt.writer.write(events.Note(time=self.config.wall_clock(), message=message))
 
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
-        run, cause = self.runs[action.group], str(action.cause)
+        run, cause = self.runs[action.group], action.cause
         if cause == "drain" and self._slow_hosts & set(run.hosts) - request.drain_hosts:
             cause = "straggler"
         run.leave_cause = cause

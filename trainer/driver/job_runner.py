@@ -18,9 +18,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 from trainer import failures
-from trainer.coordination.detection import HostRecord, ReplacementPolicy
+from trainer.coordination.detection import HostRecord, ReplacementPolicy, Suspicion
 from trainer.coordination.messages import WATCH_SILENCE_S
 from trainer.driver.attempt import (
     MIRROR_S,
@@ -56,7 +57,7 @@ from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 logger = logging.getLogger(__name__)
 _ALL = 0  # the one group
 _REPORT_EVERY_S = 10.0
-_HANGS = frozenset({"hang", "silent"})
+_HANGS = frozenset(get_args(Suspicion))
 _MAX_STARTS_WITHOUT_ROOM = 3
 _POLL_S = 0.5
 # Workers that were given up log what their threads do, and end by themselves if they can.

@@ -98,6 +98,44 @@ def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url
     store.close()
 
 
+# What a version stored: a field that is new since then needs a default.
+STORED_MEMBERSHIP: dict[str, Any] = {
+    "attempt_id": "job-1-a0",
+    "layout": {
+        **{"world_size": 4, "shard_group_size": 2, "num_replicas": 2, "placement": "inter_host"},
+        **{"failure_domain": "replica_group", "num_hosts": 2, "num_hosts_survived": 1},
+        **{"memory_overhead_bytes": 1024, "sync_latency_s": None, "reason": "it fits"},
+    },
+    "members": [{"group": 0, "incarnation": 0, "hosts": ["a"], "standing": "current"}],
+    "gone": [
+        {
+            **{"group": 1, "incarnation": 0, "hosts": ["b"], "time": 2.0},
+            **{"reason": "host_lost", "message": ""},
+        }
+    ],
+    "last_recovery": {
+        **{"time": 2.0, "generation": 3, "cause": "host_lost"},
+        **{"pause_s": 0.5, "syncs_lost": 1, "num_tries": 1},
+    },
+    "excluded_hosts": [{"host": "b", "num_failures": 3, "until": 9.0}],
+    "prediction": {
+        **{"cluster": "c", "samples_per_s": 1.0, "lookup_imbalance": 1.0},
+        **{"step_s": {"lookup": 0.1}, "memory_bytes": {"tables": 1024}},
+    },
+}
+
+
+def test_a_stored_membership_stays_readable(database_url: str) -> None:
+    store = JobStore.open(database_url)
+    job = store_job(store)
+    with _writing(database_url) as connection:
+        connection.execute(update(job_progress).values(membership=STORED_MEMBERSHIP))
+    membership = store.get_job(job.id).membership
+    assert membership is not None and membership.last_recovery is not None
+    assert (membership.gone[0].hosts, membership.last_recovery.syncs_lost) == (("b",), 1)
+    store.close()
+
+
 # ---- rows of every table
 
 REVISIONS = [

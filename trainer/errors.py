@@ -6,6 +6,9 @@ import difflib
 from collections.abc import Collection
 from pathlib import Path
 
+EXIT_BAD_DATA = 2
+"""What a command on data ends with where data are to blame: to try again would not mend it."""
+
 
 class DataError(Exception):
     """Base of every fault in data; but for `StorageError` no retry helps before data are mended."""

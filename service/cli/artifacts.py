@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -39,7 +39,7 @@ from service.cli.common import (
 )
 from service.cli.render import plain_table, traces_table
 from service.client.resources import LogFilters
-from service.schemas.jobs import ExportOut, LogLine, LogsOut
+from service.schemas.jobs import ExportOut, LogLevel, LogLine, LogsOut
 from service.schemas.wording import age, comparison, size
 from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
@@ -162,10 +162,7 @@ _STYLES = {"warning": "yellow", "error": "red", "critical": "bold red"}
 SourceOption = Annotated[
     str | None, typer.Option(help="One log only: driver, rank-0, group-1-rank-0, ...")
 ]
-LevelOption = Annotated[
-    Literal["debug", "info", "warning", "error", "critical"] | None,
-    typer.Option(help="Only lines of this level on."),
-]
+LevelOption = Annotated[LogLevel | None, typer.Option(help="Only lines of this level on.")]
 TailOption = Annotated[
     int | None,
     typer.Option(min=0, help="Last lines of each log (100, or all where lines are picked)."),

@@ -30,6 +30,7 @@ from service.cli.common import (
     print_hint,
 )
 from service.errors import BackendUnreachable
+from trainer.errors import EXIT_BAD_DATA
 
 if TYPE_CHECKING:
     from service.backends.kuberay.client import KubeApi
@@ -41,8 +42,6 @@ _TIMEOUT_S = 10.0
 _POLL_S = 1.0
 # Without an answer for so long, following ends; the Job does not.
 _PATIENCE_S = 120.0
-# What data that cannot be prepared ends with: to try again would not mend it.
-_EXIT_BAD_DATA = 2
 
 
 def data(context: typer.Context) -> None:
@@ -155,7 +154,7 @@ def job_of(template: dict[str, Any], command: ClusterCommand, work: str) -> dict
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     pod = {**pod, "containers": [{**container, "args": command.arguments}]}
-    codes = {"containerName": container["name"], "operator": "In", "values": [_EXIT_BAD_DATA]}
+    codes = {"containerName": container["name"], "operator": "In", "values": [EXIT_BAD_DATA]}
     rules = [
         {"action": "FailJob", "onExitCodes": codes},
         # A machine that went away is nobody's fault.

@@ -39,9 +39,8 @@ from service.cli.submit import (
     read_secrets,
 )
 from service.client.client import ShardloomClient
-from service.domain.sweeps import SweepStatus
+from service.domain.sweeps import Search, SweepStatus
 from service.schemas.sweeps import (
-    Search,
     SweepDetail,
     SweepSummary,
     TrialOut,

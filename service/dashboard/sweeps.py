@@ -15,9 +15,9 @@ from service.dashboard.panels import asking, button
 from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import MOUNT_PATH, link_button, page_frame, panel
 from service.domain.auth import Role
-from service.domain.sweeps import SweepStatus, loss_of
+from service.domain.sweeps import Search, SweepStatus, loss_of
 from service.schemas import wording
-from service.schemas.sweeps import Search, SweepDetail, SweepSummary, parameter_of
+from service.schemas.sweeps import SweepDetail, SweepSummary, parameter_of
 from trainer.spec.job import JobSpec
 
 _REFRESH_S = 3.0

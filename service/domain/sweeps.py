@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field
 from service.domain.models import DEFAULT_PROJECT, Job, JobStatus
 
 Direction = Literal["minimize", "maximize", "approach_one"]
+Search = Literal["tpe", "random", "grid"]
 # Of metrics whose names begin so, a greater value is better; of calibration the one nearest to 1,
 # as for the best checkpoint; of all others a smaller one.
 _GREATER_IS_BETTER = ("auc", "accuracy", "ndcg", "recall", "rows_per_s", "steps_per_s")
@@ -116,7 +117,7 @@ class Sweep:
     created_at: float
     project: str = DEFAULT_PROJECT
     direction: Direction = "minimize"
-    search: Literal["tpe", "random", "grid"] = "tpe"
+    search: Search = "tpe"
     num_parallel: int = 4
     seed: int = 0
     early_stopping: EarlyStopping | None = None

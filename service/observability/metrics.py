@@ -11,7 +11,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from sqlalchemy import Connection, Engine, event
@@ -20,8 +20,9 @@ from service.domain.models import Attempt, EndReason, Job, JobStatus
 from service.domain.webhooks import DeliveryState
 from service.observability.job_metrics import JobCollector
 from trainer.protocol.events import Event, Metrics
+from trainer.spec.training import ResourcesSpec
 
-CLUSTERS = ("shared", "own")
+CLUSTERS: tuple[str, ...] = get_args(ResourcesSpec.model_fields["cluster"].annotation)
 """Kinds of clusters, as `resources.cluster` names them."""
 _WAIT_BUCKETS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 4 * 3600, 24 * 3600)
 _REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

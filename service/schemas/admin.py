@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
+from service.domain.auth import PrincipalKind
 from service.domain.timeline import EVENT_KINDS
 from service.schemas.common import ApiModel, RequestModel
 from trainer.layout.hosts import HostFacts
@@ -57,7 +58,7 @@ class WhoAmI(ApiModel):
     """Who asks, and the roles held by project (`*` stands for all)."""
 
     name: str = Field(examples=["key:ci"])
-    kind: Literal["local", "key", "oidc", "session", "attempt"]
+    kind: PrincipalKind
     roles: dict[str, RoleName] = Field(examples=[{"default": "submitter"}])
     auth: Literal["none", "local", "required"] = Field(description="What the service asks for.")
 

@@ -25,6 +25,8 @@ from trainer.export.artifact import CheckpointName, ExportStatus
 from trainer.spec.job import JobSpec
 from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+
 
 class QueuePlace(ApiModel):
     """Where a queued job stands: `position` from 1, null while it is not eligible."""

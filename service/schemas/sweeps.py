@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from service.domain.models import JobStatus, Value
-from service.domain.sweeps import Direction, EarlyStopping, Parameter, SweepStatus, loss_of
+from service.domain.sweeps import Direction, EarlyStopping, Parameter, Search, SweepStatus, loss_of
 from service.schemas.common import ApiModel, RequestModel
 from service.schemas.jobs import Secrets
 from trainer.protocol.events import METRIC_NAME_PATTERN
 from trainer.spec.base import MAX_INTEGER, problem
 from trainer.spec.parse import parse_document
 
-Search = Literal["tpe", "random", "grid"]
 MetricName = Annotated[str, StringConstraints(max_length=255, pattern=METRIC_NAME_PATTERN)]
 _MAX_TRIALS = 1000
 _MAX_VALUES = 500

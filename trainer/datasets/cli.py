@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from trainer.datasets.criteo.options import CriteoGeneratorOptions, CriteoOptions
 from trainer.datasets.movielens.options import MovieLensOptions
 from trainer.datasets.parameters import options_from_model
-from trainer.errors import DataError, TooFewRowsError
+from trainer.errors import EXIT_BAD_DATA, DataError, TooFewRowsError
 
 if TYPE_CHECKING:
     from trainer.data.manifest import Manifest
@@ -34,7 +34,6 @@ prepare_app = typer.Typer(help="Turn raw data into partitioned Parquet.", no_arg
 generate_app = typer.Typer(help="Make up data in a public format.", no_args_is_help=True)
 app.add_typer(prepare_app, name="prepare")
 app.add_typer(generate_app, name="generate")
-EXIT_BAD_DATA = 2
 _MANY_VOCABULARIES = 8
 _WIDEST = 1000
 Out = Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL to write.")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import StreamingResponse
@@ -16,6 +16,7 @@ from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_zip, l
 from service.jobs.run_storage import run_dir_of
 from service.schemas.common import Page
 from service.schemas.jobs import (
+    LogLevel,
     LogLine,
     LogsOut,
     MetricSeries,
@@ -32,7 +33,6 @@ _MAX_RANK = 10**6 - 1
 # A search that found nothing so far returns after this time, with its cursor.
 _SEARCH_S = 0.5
 _RESUME = "Resume a stream behind this event."
-LevelName = Literal["debug", "info", "warning", "error", "critical"]
 # Unix seconds up to the year 9999.
 Moment = Annotated[float | None, Query(ge=0, le=253_402_300_799, description="Unix seconds.")]
 AttemptId = Annotated[
@@ -45,7 +45,7 @@ def get_filter(
         list[Annotated[int, Query(ge=0, le=_MAX_RANK)]] | None,
         Query(alias="rank", max_length=1024, description="Only logs of these ranks."),
     ] = None,
-    level: Annotated[LevelName | None, Query(description="Only lines of this level on.")] = None,
+    level: Annotated[LogLevel | None, Query(description="Only lines of this level on.")] = None,
     q: Annotated[
         str,
         Query(max_length=200, description="Only lines with this text; `*` stands for anything."),

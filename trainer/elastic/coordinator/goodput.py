@@ -4,10 +4,6 @@ Goodput is the share of the groups' time that trained rows that count. Pure arit
 times in seconds of any steady clock; times of several groups add up (two groups for a second are
 two group-seconds). Where the whole job is one failure domain it is one group, and a commit is a
 checkpoint.
-
-Metrics: `goodput/share`; `goodput/lost_s/CAUSE`, group-seconds; `risk/steps_undurable`, nominal
-steps that are in no durable checkpoint yet; `elastic/groups`, groups that train now;
-`elastic/generation`; `elastic/commit_interval_s`, median time between the newest commits.
 """
 
 from __future__ import annotations

@@ -28,6 +28,10 @@ _ID_NAME = re.compile(r"(id|ids|_?cat(egory)?_?\d*|code|zip|genres?|tokens?|tags
 _DIMS = (8, 16, 32, 64, 128)
 # An integer column with more distinct values than this and no name of an id is taken for a number.
 _MAX_ENUM = 1000
+# A larger integer counts nothing: a float of 64 bits would not tell it from the next.
+_MAX_COUNT = 2**53
+# Integers that are numbers by their names.
+_COUNT_NAME = re.compile(r"(^|_)int_?\d*$|count|num|age")
 # What pandas stores of the numbers of rows.
 _INDEX_NAME = re.compile(r"__index_level_\d+__|Unnamed: 0")
 # A column of numbers may hold this share of other words, one of lists holds as many bars.
@@ -60,8 +64,9 @@ class Suggestion:
         # A column's name may hold line ends, which would end a comment.
         lines = [f"# {' '.join(note.splitlines())}" for note in notes]
         for name in ("features", "embedding_tables"):
-            lines.append(f"{name}:")
-            for item in getattr(self, name):
+            items = getattr(self, name)
+            lines.append(f"{name}:" if items else f"{name}: []")
+            for item in items:
                 flow = yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000)
                 lines.append(f"  - {flow.strip()}")
         return "\n".join(lines) + "\n"
@@ -81,7 +86,7 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
         if reason := _unusable(column) or _row_name(column, sizes):
             notes.append(f"{column.name}: left out, {reason}")
             continue
-        notes += [f"{column.name}: {doubt}" for doubt in _doubts(column)]
+        notes += [f"{column.name}: {doubt}" for doubt in _doubts(column, sizes)]
         feature, num_rows = _feature(column, sizes)
         if manifest and f"{column.name}_std" in manifest.statistics:
             feature["transform"] = "standardise"
@@ -96,6 +101,11 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
         notes.append(
             "no dense feature, which every model.arch needs: add a column of numbers, or take a "
             "model.module of your own"
+        )
+    if not tables:
+        notes.append(
+            "no embedding table, of which a job needs one: where a column names things, make it "
+            "`type: id` with `hashing: {}` and give it a table"
         )
     if label is None:
         notes.append("no label found: set data.label.column")
@@ -119,10 +129,13 @@ def _find_label(columns: Sequence[ColumnReport]) -> ColumnReport | None:
     return next(iter(named or binary), None)
 
 
-def _doubts(column: ColumnReport) -> Iterator[str]:
+def _doubts(column: ColumnReport, sizes: dict[str, int]) -> Iterator[str]:
     """What training would refuse of a column, or what else it may have been meant as."""
     if column.num_infinite:
         yield f"{column.num_infinite:,} infinite values, {_REFUSED}"
+    is_count = _is_id(column, sizes) or _COUNT_NAME.search(column.name.lower())
+    if column.kind == "integer" and column.num_distinct > _MAX_ENUM and not is_count:
+        yield "many distinct integers: if they name things, make it `type: id` with `hashing: {}`"
     if column.kind != "text" or column.lists is not None:
         return
     if 0 < column.num_words <= _WORDS * column.num_values:
@@ -168,9 +181,12 @@ def _row_name(column: ColumnReport, sizes: dict[str, int]) -> str | None:
 def _is_id(column: ColumnReport, sizes: dict[str, int]) -> bool:
     if column.name in sizes or column.lists is not None or column.kind == "text":
         return True
-    if column.kind != "integer" or (column.minimum or 0) < 0:
+    if column.kind != "integer":
         return False
-    if re.search(r"(^|_)int_?\d*$|count|num|age", column.name.lower()):
+    least, most = column.minimum or 0, column.maximum or 0
+    if max(-least, most) > _MAX_COUNT:
+        return True
+    if least < 0 or _COUNT_NAME.search(column.name.lower()):
         return False
     return bool(_ID_NAME.search(column.name)) or column.num_distinct <= _MAX_ENUM
 

@@ -252,6 +252,23 @@ def test_names_of_rows_and_hours_with_a_date_are_left_out_and_a_dense_feature_is
     assert dense.startswith("no dense feature, which every model.arch needs")
 
 
+def test_integers_that_count_nothing_are_ids_and_many_others_are_doubted(tmp_path):
+    numbers = np.arange(4000)
+    columns = {"user": numbers // 2 + 2**60, "signed": -(2**62) + numbers // 2 * 2**40}
+    columns |= {"item": numbers // 2 * 1000, "num_views": numbers // 2, "y": numbers % 2}
+    pl.DataFrame(columns).write_parquet(tmp_path / "a.parquet")
+    (report,) = inspect(tmp_path)
+    found = {each.name: each for each in spec_of(report, tmp_path).features}
+    for name, kind in {"user": "id", "signed": "id", "item": "dense", "num_views": "dense"}.items():
+        assert (found[name].type, found[name].hashing is not None) == (kind, kind == "id")
+    (doubt,) = report.suggestion.notes
+    assert doubt.startswith("item: many distinct integers: if they name things, make it `type: id`")
+    pl.DataFrame(columns).select("item", "y").write_parquet(tmp_path / "a.parquet")
+    (report,) = inspect(tmp_path)
+    assert yaml.safe_load(report.suggestion.yaml())["embedding_tables"] == []
+    assert report.suggestion.notes[-1].startswith("no embedding table, of which a job needs one")
+
+
 def test_what_is_likely_meant_as_something_else_is_noted(tmp_path):
     rows = ["price,brands,returned,row"]
     rows += [f"{n % 90 / 2},c{n % 7}|c{n % 5},{n % 2},{n + 1}" for n in range(1997)]

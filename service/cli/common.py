@@ -45,6 +45,13 @@ _BY_STATUS = {
 _REFUSALS = (SpecError, errors.ExportFailed, errors.TraceLost, errors.CredentialsUnusable)
 # Extras of packages that commands import; of all others `service`.
 _EXTRAS = {"numpy": "data", "polars": "data", "pyarrow": "data", "torch": "service,trainer-cpu"}
+# What to do about what is not found, by the code of the problem, which names a request.
+_COMMANDS = {
+    "job_not_found": "`shardloom ps --all` lists the jobs",
+    "project_not_found": "`shardloom projects set` sets some",
+    "sweep_not_found": "`shardloom sweeps list` lists the sweeps",
+    "webhook_not_found": "`shardloom webhooks list` lists the webhooks",
+}
 # A person waits for the answer, and the error says how to go on: give up within two seconds.
 _RETRY = RetryPolicy(num_retries=3)
 _AT_ONCE: dict[str, Any] = {"retry": RetryPolicy(num_retries=0), "timeout_s": 1.0}
@@ -79,7 +86,9 @@ SpecArgument = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a field, as in training.epochs=3; repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a field, as in training.epochs=3 or parallelism.sync=null; repeatable.",
     ),
 ]
 _URL: dict[str, Any] = {
@@ -257,9 +266,8 @@ def describe(error: Exception) -> RenderableType:
     if isinstance(error, errors.NotSignedIn):
         hint = "`shardloom login` keeps an API key for it; for your own one name its SHARDLOOM_HOME"
         return _message(str(error), hint)
-    if isinstance(error, errors.NotFound) and error.code == "job_not_found":
-        text = str(error).partition("; GET ")[0]
-        return _message(text, "`shardloom ps --all` lists the jobs")
+    if isinstance(error, errors.NotFound) and error.code in _COMMANDS:
+        return _message(str(error).partition(";")[0], _COMMANDS[error.code])
     return _message(str(error))
 
 

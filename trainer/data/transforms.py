@@ -113,19 +113,19 @@ class BucketEncoder:
 IdEncoder = HashEncoder | VocabularyEncoder | BucketEncoder
 
 
-def encoder_of(feature: FeatureSpec, num_rows: int, folder: Location) -> IdEncoder | None:
+def encoder_of(feature: FeatureSpec, num_ids: int, folder: Location) -> IdEncoder | None:
     """What makes ids of a feature's raw values; None where they are ids already.
 
-    `num_rows` are those of its table, `folder` is where vocabularies lie. Raises a `DataError` for
-    a vocabulary that is missing or cannot be read.
+    `num_ids` are those that its table takes, `folder` is where vocabularies lie. Raises a
+    `DataError` for a vocabulary that is missing or cannot be read.
     """
     match feature.encoding:
         case HashingSpec(num_buckets=size, seed=seed):
-            return HashEncoder(num_rows if size == "auto" else size, seed)
+            return HashEncoder(num_ids if size == "auto" else size, seed)
         case VocabularySpec(min_count=min_count):
             return load_vocabulary(folder / feature.vocabulary_file, min_count)
-        case BucketizeSpec(boundaries=boundaries, num_ids=num_ids):
-            return BucketEncoder(boundaries, num_ids)
+        case BucketizeSpec(boundaries=boundaries, num_ids=num_intervals):
+            return BucketEncoder(boundaries, num_intervals)
         case None:
             return None
 

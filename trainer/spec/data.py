@@ -19,7 +19,8 @@ DenseTransform = Literal["none", "log1p", "standardise"]
 class HashingSpec(SpecModel):
     """Integers or strings by a hash that is the same on every machine.
 
-    Ids are 1 to `num_buckets` - 1; `auto` takes the rows of the table.
+    Ids are 1 to `num_buckets` - 1; `auto` takes the rows of the table, or the `input_hash_size` of
+    a dynamic one.
     """
 
     sized_by: ClassVar[str] = "num_buckets"

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.spec.base import Count, SpecModel, Workers, WorkersOrNone, problem
+from trainer.spec.base import Count, SpecModel, Workers, WorkersOrNone, is_stored, problem
 from trainer.spec.tables import ComputeKernel, LoadFactor, Precision
 
 FailureDomain = Literal["job", "replica_group"]
@@ -348,7 +348,7 @@ class ParallelismSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_spares(self, info: ValidationInfo) -> Self:
-        if not self.spares or (info.context and info.context.get("chosen")):
+        if not self.spares or is_stored(info):
             return self
         most = None if self.shard_group_size == "auto" else self.num_replicas
         why = ""
@@ -374,22 +374,21 @@ class ParallelismSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_single_copy(self, info: ValidationInfo) -> Self:
-        # What was asked of several copies does no harm where a choice left one.
-        is_chosen = bool(info.context and info.context.get("chosen"))
-        if not self.is_single_copy or is_chosen:
+        # What was asked of several copies does no harm where a choice, or a quota, left one.
+        if not self.is_single_copy or is_stored(info):
             return self
-        # A stored spec holds every default, so only another value says that a user asked for it.
-        for field, is_asked in (
-            ("sync", self.sync != SyncSpec()),
-            ("dense", self.dense == "at_sync"),
-            ("divergence_check", self.divergence_check is not None),
+        # A document may hold every default, so only another value says that a user asked for it.
+        for field, is_asked, default in (
+            ("sync", self.sync != SyncSpec(), "null"),
+            ("dense", self.dense == "at_sync", "auto"),
+            ("divergence_check", self.divergence_check is not None, "null"),
         ):
             if is_asked:
                 raise problem(
                     "single_replica",
                     "workers / shard_group_size is 1, so there is one copy of the tables and "
-                    f"nothing to sync or compare; remove '{field}', raise workers or lower "
-                    "shard_group_size",
+                    f"nothing to sync or compare; remove '{field}' (`--set parallelism.{field}="
+                    f"{default}`), raise workers or lower shard_group_size",
                     field,
                 )
         return self

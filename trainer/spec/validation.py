@@ -169,7 +169,7 @@ def check_encoded_sizes(spec: JobSections) -> None:
 
 
 def check_references(spec: JobSections) -> None:
-    """Names are unique, every table that a feature names exists, and every table is used."""
+    """Names are unique, features name tables and all of these, and no feature is a label."""
     tables = [table.name for table in spec.embedding_tables]
     features = [feature.name for feature in spec.features]
     for section, names in (("features", features), ("embedding_tables", tables)):
@@ -180,10 +180,18 @@ def check_references(spec: JobSections) -> None:
                 raise problem("duplicate_name", message, f"{section}[{index}].name")
             seen.add(name)
     known = set(tables)
+    labels = {(task.label or spec.data.label).column for task in spec.model.tasks}
     for index, feature in enumerate(spec.features):
         if feature.is_sparse and feature.table not in known:
             message = f"'{feature.table}' is not in embedding_tables ({', '.join(tables)})"
             raise problem("unknown_table", message, f"features[{index}].table")
+        if feature.source_column in labels:
+            raise problem(
+                "label_as_feature",
+                f"'{feature.source_column}' is the label, which the model would read instead of "
+                "predicting it; remove the feature, or name another column",
+                f"features[{index}].column",
+            )
     used = {feature.table for feature in spec.sparse_features}
     for index, name in enumerate(tables):
         if name not in used:

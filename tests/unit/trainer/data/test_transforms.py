@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.builders import spec
 from trainer.data import transforms
+from trainer.data.decode import layout_of
 from trainer.data.transforms import HashEncoder, dense_values, encoder_of, load_vocabulary
 from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.spec.data import FeatureSpec
@@ -91,6 +93,16 @@ def test_a_hash_spreads_values_evenly_and_another_seed_moves_them():
 def test_auto_buckets_are_the_rows_of_the_table():
     ids = apply(feature(hashing={}), pa.array(np.arange(1000)), num_rows=7)
     assert set(ids.tolist()) == set(range(1, 7))
+
+
+def test_auto_buckets_of_a_dynamic_table_are_all_ids_that_it_takes():
+    dynamic = {"name": "users", "num_embeddings": 64, "embedding_dim": 8, "dynamic": {}}
+    users = {"name": "user_id", "type": "id", "table": "users", "hashing": {}}
+    age = {"name": "age", "type": "dense"}
+    layout = layout_of(
+        spec(features=[users, age], embedding_tables=[dynamic], parallelism={"workers": 1})
+    )
+    assert layout.sparse[0].encoder == HashEncoder(2**62, 0)
 
 
 @pytest.fixture

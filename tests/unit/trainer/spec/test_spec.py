@@ -83,6 +83,8 @@ parallelism.workers=16386 => parallelism.workers bounds at most 16384
 parallelism.workers={{min: 2, max: 1{"0" * 400}}} => parallelism.workers.max bounds
 parallelism.spares=16385 => parallelism.spares bounds
 features[0].table=movies => features[0].table unknown_table
+features[1].column=rating => features[1].column label_as_feature 'rating' is the label
+model.tasks[0].label={{column: age}} => features[1].column label_as_feature 'age' is the label
 features[1].name=user_id => features[1].name duplicate_name
 features[0].weights_column=w => features[0].weights_column unexpected_weights
 features[0].max_length=3 => features[0].max_length unexpected_max_length
@@ -154,9 +156,9 @@ parallelism.placement=inter_host; parallelism.dense=every_step; parallelism.spar
 parallelism.shard_group_size=4; parallelism.sync.every_steps=auto
     => parallelism.sync single_replica one copy
 parallelism.shard_group_size=4; parallelism.sync.every_steps=4
-    => parallelism.sync single_replica one copy
+    => parallelism.sync single_replica 'sync' (`--set parallelism.sync=null`)
 parallelism.shard_group_size=4; parallelism.dense=at_sync
-    => parallelism.dense single_replica one copy
+    => parallelism.dense single_replica 'dense' (`--set parallelism.dense=auto`)
 parallelism.shard_group_size=4; parallelism.divergence_check={{every_syncs: 2}}
     => parallelism.divergence_check single_replica one copy
 parallelism.survive={{hosts: 2}} => parallelism.survive.hosts survive workers to 6, or lower it to 1

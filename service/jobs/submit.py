@@ -27,6 +27,7 @@ from service.jobs.run_storage import reach, run_dir_of, write_json
 from service.settings import Settings
 from service.storage import in_time
 from trainer.errors import ABOUT_VOCABULARIES, ManifestError, missing_column
+from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.protocol.untrusted import MAX_ENTRIES, NotRegular, read_untrusted
 from trainer.spec.base import FieldProblem, SpecError, is_remote, places_of
 from trainer.spec.job import JobSpec
@@ -40,6 +41,7 @@ _MAX_MANIFEST_BYTES = 1 << 23
 _MAX_SHOWN_CHARS = 200
 # What the database keeps of the path of a checkpoint, without the names of job and step.
 _MAX_CHECKPOINT_PATH_CHARS = 900
+_CHECKPOINTS = "give the folder of a job (`files` of `shardloom show`), or one checkpoint in it"
 # Characters.
 _LONGER_THAN_IDS = 17
 
@@ -57,8 +59,9 @@ def check_data(spec: JobSpec) -> JobSpec:
 
     found = [_place_problem(spec.data.path, "data.path", mend, look)]
     if (warm_start := spec.checkpoint.warm_start) is not None:
-        mend = "give the checkpoints folder of a job, or one checkpoint in it"
-        found.append(_place_problem(warm_start.path, "checkpoint.warm_start.path", mend))
+        start, field = warm_start.path, "checkpoint.warm_start.path"
+        look_in = partial(_lacks_checkpoint, Path(start), field)
+        found.append(_place_problem(start, field, _CHECKPOINTS, look_in))
     if (path := spec.checkpoint.path) is not None:
         mend = "make it, on storage that all hosts of the cluster share"
         found.append(_place_problem(path, "checkpoint.path", mend))
@@ -101,6 +104,18 @@ def _place_problem(
         shown = place if len(place) <= _MAX_SHOWN_CHARS else f"{place[:_MAX_SHOWN_CHARS]}..."
         message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
         return FieldProblem(field, UNREADABLE, message)
+
+
+def _lacks_checkpoint(folder: Path, field: str) -> FieldProblem | None:
+    """That a folder neither is a checkpoint nor holds any, as far as its first entries tell."""
+    # A job that is named by its own folder may be still to save.
+    if folder == RunDir(folder.parent).checkpoints_dir or RunDir(folder).checkpoints_dir.is_dir():
+        return None
+    with os.scandir(folder) as entries:
+        places = ["", *(each.name for each in islice(entries, MAX_ENTRIES))]
+    if any(os.path.lexists(folder / place / COMMIT_MARKER) for place in places):
+        return None
+    return FieldProblem(field, "no_checkpoint", f"{folder} holds no checkpoint; {_CHECKPOINTS}")
 
 
 def _has_rows(folder: Path) -> bool:

@@ -220,13 +220,19 @@ class TrainingSpec(SpecModel):
     @classmethod
     def _without_trace(cls, data: Any, info: ValidationInfo) -> Any:
         # Earlier versions traced fixed steps; what they wrote holds the field, mostly as null.
-        if isinstance(data, dict) and (is_stored(info) or data.get("trace") is None):
-            return {name: value for name, value in data.items() if name != "trace"}
-        return data
+        if not isinstance(data, dict) or "trace" not in data:
+            return data
+        if data["trace"] is not None and not is_stored(info):
+            message = "steps are traced while the job runs, by `shardloom trace JOB`; remove it"
+            raise problem("removed_field", message, "trace")
+        return {name: value for name, value in data.items() if name != "trace"}
 
 
 class WarmStartSpec(SpecModel):
     """Start from the newest checkpoint in folder `path`, or from that checkpoint itself.
+
+    `path` is absolute or a URL: what `shardloom show JOB` calls files, the job's folder in its
+    `checkpoint.path`, or one checkpoint in these.
 
     `tables` limits it to the named tables (with their optimizer state); `dense` says whether the
     dense part comes along. Step, data position and schedule start anew.

@@ -98,9 +98,19 @@ def test_a_checkpoint_path_of_which_no_checkpoint_could_be_stored_is_refused(api
     assert "at most 900" in fault["message"]
 
 
-def test_a_folder_to_start_from_that_is_not_there_is_refused(api: Api) -> None:
-    (fault,) = _refused(api, checkpoint={"warm_start": {"path": "/nowhere/checkpoints"}})
-    assert fault["path"] == "checkpoint.warm_start.path"
+def test_a_folder_to_start_from_that_is_not_there_or_holds_none_is_refused(
+    api: Api, tmp_path: Path
+) -> None:
+    for path in ("/nowhere/checkpoints", str(tmp_path)):
+        (fault,) = _refused(api, checkpoint={"warm_start": {"path": path}})
+        assert fault["path"] == "checkpoint.warm_start.path"
+    run_dir, saved = tmp_path / "run", tmp_path / "saved/step-1"
+    for folder in (run_dir / "checkpoints", saved):
+        folder.mkdir(parents=True)
+    (saved / "COMMIT.json").touch()
+    for folder in (run_dir, run_dir / "checkpoints", saved, saved.parent):
+        document = spec_document(checkpoint={"warm_start": {"path": str(folder)}})
+        assert api.http.post("/v1/jobs", json={"spec": document}).status_code == 201
 
 
 def test_finished_data_is_accepted_and_remote_data_seen_when_the_job_starts(

@@ -51,7 +51,6 @@ _MODES = ("touched_rows", "full")
 _WORTH_IT = 1.1
 _MOST_WORKERS_FACTOR = 64
 _MAX_CHANGES = 3
-_CHECKED = {"chosen": True, "stored": True}
 # Of a layout; of memory the cost tells.
 _CHECKS = (check_accumulation, check_dynamic_layout, check_overlap)
 # Of a host whose memory is not known.
@@ -329,7 +328,7 @@ def _with_layout(spec: JobSpec, choice: Choice) -> JobSpec:
     of tables. Raises ValueError."""
     layout = choice.layout
     resolved = spec.parallelism.resolved(layout.shard_group_size, layout.placement)
-    checked = ParallelismSpec.model_validate(resolved.model_dump(), context=_CHECKED)
+    checked = ParallelismSpec.model_validate(resolved.model_dump(), context={"stored": True})
     found = spec.model_copy(update={"parallelism": checked})
     for check in _CHECKS:
         check(found)

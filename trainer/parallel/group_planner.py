@@ -89,7 +89,7 @@ def main() -> int:
         if not line:
             break
         task = PlanTask.model_validate_json(line)
-        spec = JobSpec.checked(task.spec, {"stored": True, "chosen": True})
+        spec = JobSpec.checked(task.spec, {"stored": True})
         if tables != (spec.features, spec.embedding_tables):  # else of another layout
             tables, model = (spec.features, spec.embedding_tables), tables_of(spec)
         print(group_plan(spec, task.topology, model).model_dump_json(), file=answers, flush=True)

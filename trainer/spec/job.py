@@ -38,7 +38,7 @@ class JobSpec(JobSections):
 
     def _with_parallelism(self, parallelism: ParallelismSpec, *, is_new: bool) -> JobSpec:
         document = {**self.model_dump(), "parallelism": parallelism.model_dump()}
-        return JobSpec.checked(document, {"stored": True, "chosen": True, "laid_out": is_new})
+        return JobSpec.checked(document, {"stored": True, "laid_out": is_new})
 
     @classmethod
     def checked(cls, document: Any, context: dict[str, bool] | None = None) -> JobSpec:

@@ -130,6 +130,17 @@ def test_a_stored_job_that_newer_checks_refuse_is_cut_and_grown_as_any_other() -
     assert with_parallelism(stored.spec, shard_group_size=3) is None
 
 
+def test_a_quota_that_leaves_one_copy_holds_whatever_was_asked_of_several() -> None:
+    job = queued_job(
+        parallelism={
+            **{"workers": {"min": 4, "max": 8}, "shard_group_size": 4},
+            **{"placement": "inter_host", "spares": 1, "sync": {"every_steps": 4}},
+        }
+    )
+    one_copy = with_parallelism(job.spec, workers={"min": 4, "max": 4})
+    assert one_copy is not None and one_copy.parallelism.num_replicas == 1
+
+
 def test_only_groups_that_divide_the_workers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
     monkeypatch.setattr(retries, "with_parallelism", lambda _, **sizes: tried.append(sizes))

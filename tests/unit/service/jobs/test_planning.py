@@ -46,7 +46,7 @@ from trainer.spec.job import JobSpec
 print(flush=True)
 for line in sys.stdin:
     task = json.loads(line)
-    spec = JobSpec.checked(task["spec"], {"stored": True, "chosen": True})
+    spec = JobSpec.checked(task["spec"], {"stored": True})
     size, tables = task["topology"]["shard_group_size"], spec.embedding_tables
     common = {"sharding_type": "table_wise", "compute_kernel": "fused", "ranks": (0,)}
     placements = tuple(TablePlacement(name=table.name, **common) for table in tables)

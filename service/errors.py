@@ -138,7 +138,7 @@ class LogNotFound(NotFound):
 class CheckpointNotFound(NotFound):
     def __init__(self, job_id: str, wanted: str, steps: Sequence[int]) -> None:
         known = ", ".join(str(step) for step in steps) or "none"
-        super().__init__(f"job {job_id} has no checkpoint {wanted}; steps that it has: {known}")
+        super().__init__(f"{job_id} has no checkpoint {wanted}; steps that it has: {known}")
 
 
 class TraceNotFound(NotFound):
@@ -146,7 +146,7 @@ class TraceNotFound(NotFound):
 
 
 class ExportNotFound(NotFound):
-    template = "job {} has no export '{}'; GET /v1/jobs/JOB/exports lists them"
+    template = "{} has no export '{}'; GET /v1/jobs/JOB/exports lists them"
 
 
 class TracePending(Conflict):
@@ -174,7 +174,7 @@ class ExportNotReady(Conflict):
 
 class ExportRefused(Conflict):
     template = (
-        "job {} {}; let jobs export where they train (`export: {{on_success: true}}`), or export "
+        "{} {}; let jobs export where they train (`export: {{on_success: true}}`), or export "
         "on a host of the cluster with `shardloom export --run-dir DIR --to DIR`"
     )
 
@@ -191,11 +191,11 @@ class SweepNotFound(NotFound):
 
 
 class SweepEnded(Conflict):
-    template = "sweep {} has already ended ({})"
+    template = "{} has already ended ({})"
 
 
 class SweepNotEnded(Conflict):
-    template = "sweep {} has not ended; cancel it and wait for its end first"
+    template = "{} has not ended; cancel it and wait for its end first"
 
 
 # ---- jobs, their attempts and what they report
@@ -210,30 +210,29 @@ class AttemptNotFound(NotFound):
 
 
 class JobEnded(Conflict):
-    template = "job {} has already ended ({})"
+    template = "{} has already ended ({})"
 
 
 class JobNotEnded(Conflict):
-    template = "job {} has not ended: it is {}; cancel it and wait for its end first"
+    template = "{} has not ended: it is {}; cancel it and wait for its end first"
 
 
 class JobNotRunning(Conflict):
-    template = "job {} has no workers {}: it is {}, not RUNNING"
+    template = "{} has no workers {}: it is {}, not RUNNING"
 
 
 class JobNotPaused(Conflict):
-    template = "job {} is not paused: it is {}"
+    template = "{} is not paused: it is {}"
 
 
 class JobActive(Conflict):
     code = "job_at_work"
-    template = "job {} is {}; pause or cancel it, and wait until it has stopped first"
+    template = "{} is {}; pause or cancel it, and wait until it has stopped first"
 
 
 class LayoutUnknown(Conflict):
     template = (
-        "job {} has not chosen its shard_group_size yet; ask again once its timeline tells the "
-        "layout"
+        "{} has not chosen its shard_group_size yet; ask again once its timeline tells the layout"
     )
 
 
@@ -264,7 +263,7 @@ class RunStorageFull(ServiceError):
 
 
 class StaleVersion(Conflict):
-    template = "job {} was changed since version {} was read; read again"
+    template = "{} was changed since version {} was read; read again"
 
 
 class LockLost(Conflict):
@@ -273,7 +272,7 @@ class LockLost(Conflict):
 
 class VersionChanged(PreconditionFailed):
     template = (
-        "job {0} is at version {2} now, and If-Match asks for {1}: read it again, and repeat the "
+        "{0} is at version {2} now, and If-Match asks for {1}: read it again, and repeat the "
         "request if it is still meant"
     )
 
@@ -292,7 +291,7 @@ class RecordRefused(ServiceError):
 
 class JobUnreadable(ServiceError):
     template = (
-        "job {} cannot be read ({}); was it stored by another version of the service? Run that "
+        "{} cannot be read ({}); was it stored by another version of the service? Run that "
         "version, or cancel the job with it"
     )
 

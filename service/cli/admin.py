@@ -244,16 +244,23 @@ def show_project(name: NameArgument, client: Client = HERE, as_json: JsonOption 
 def set_quotas(
     name: NameArgument,
     max_workers: Annotated[
-        int | None, typer.Option(min=0, help="Most workers at the same time (default: no limit).")
+        int | None, typer.Option(min=0, help="Most workers at the same time (default: as set).")
     ] = None,
     max_running_jobs: Annotated[
-        int | None, typer.Option(min=0, help="Most jobs at the same time (default: no limit).")
+        int | None, typer.Option(min=0, help="Most jobs at the same time (default: as set).")
     ] = None,
     client: Client = HERE,
     as_json: JsonOption = False,
 ) -> None:
-    """Set both quotas of a project; what runs already is left to run."""
-    changed = client.set_quotas(name, max_workers=max_workers, max_running_jobs=max_running_jobs)
+    """Set quotas of a project; what runs already is left to run.
+
+    One that is not given stays as it is; without one there is no limit.
+    """
+    given = {"max_workers": max_workers, "max_running_jobs": max_running_jobs}
+    for known in client.projects():
+        if known.name == name:
+            given = {key: getattr(known, key) if n is None else n for key, n in given.items()}
+    changed = client.set_quotas(name, **given)
     print_answer(changed, _projects_table([changed]), as_json=as_json)
 
 

@@ -183,7 +183,12 @@ def test_projects_have_quotas_and_show_what_is_in_use(api: Api, client: Shardloo
     assert [each.name for each in client.projects()] == ["ads"]
     assert "4 of 8" in shardloom("projects", "list").stdout
     assert "4 of 9" in shardloom("projects", "set", "ads", "--max-workers", "9").stdout
+    shardloom("projects", "set", "ads", "--max-running-jobs", "7")
+    assert client.project("ads").max_workers == 9, "what is not given stays"
     assert shardloom("projects", "remove", "ads").exit_code == 0
+    unknown = shardloom("projects", "show", "nobody").stderr
+    assert "`shardloom projects set`" in unknown
+    assert "/v1/" not in unknown
     with pytest.raises(NotFound, match="has no quotas"):
         client.remove_quotas("ads")
     with pytest.raises(NotFound):

@@ -123,7 +123,7 @@ def watch(
         except ShardloomError as error:
             if not is_transient(error) or clock() - answered_s > PATIENCE_S:
                 raise
-            trouble = f"{error}; the job goes on, trying again"
+            trouble = f"{error}; trying again"
         show(job, trouble)
         if job.status.is_terminal and not trouble:
             return job

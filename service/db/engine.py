@@ -297,7 +297,10 @@ def open_engine(database_url: str) -> Engine:
 def _sqlite_engine(url: URL) -> Engine:
     if url.database in (None, "", ":memory:"):
         raise ArgumentError("a database in memory cannot be shared between threads")
-    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    file = Path(url.database)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        file.touch(mode=0o600)  # SQLite gives its logs the same
     engine = create_engine(url, pool_size=_POOL_SIZE, max_overflow=_POOL_OVERFLOW["sqlite"])
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

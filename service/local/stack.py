@@ -27,6 +27,7 @@ from pathlib import Path
 
 import httpx
 
+from service.files import make_private
 from service.local.processes import (
     ProcessId,
     identify,
@@ -342,7 +343,7 @@ class LocalStack:
     def spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
         """Start a process in a session of its own, with a log of that name."""
         log = self.home.log_path(name)
-        log.parent.mkdir(parents=True, exist_ok=True)
+        make_private(log.parent)
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
         # The children run the code that this command runs, installed or not.

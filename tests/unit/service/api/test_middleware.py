@@ -148,6 +148,7 @@ def test_the_folder_of_the_service_is_for_its_owner_only(tmp_path: Path) -> None
         app.state.context.store.close()
     assert stat.S_IMODE(new.stat().st_mode) == 0o700
     assert stat.S_IMODE(old.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(each.stat().st_mode) for each in old.glob("shardloom.db*")} == {0o600}
 
 
 def test_pages_of_other_sites_are_foreign() -> None:

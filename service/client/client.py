@@ -277,7 +277,10 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         to_step: int | None = None,
         max_points: int | None = None,
     ) -> MetricsOut:
-        """Downsampled series of the metrics asked for (all of them where none is named)."""
+        """Series of the metrics asked for, by default all, of at most `max_points` points (500).
+
+        One that the job does not have, or not yet, is empty: `names` of the answer are all it has.
+        """
         params: Params = {
             "name": list(names),
             "from_step": from_step,

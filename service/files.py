@@ -45,8 +45,10 @@ def make_private(folder: Path) -> None:
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder if it is missing; raises `PermissionError` where files cannot be made in it."""
+    """Make a folder if it is missing; raises where files cannot be made in it."""
     folder.mkdir(parents=True, exist_ok=True)
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, f"user {os.geteuid()} may not write there", str(folder))
 

@@ -98,8 +98,10 @@ def replace_untrusted(
                 if durable:
                     os.fsync(descriptor)
             os.replace(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 os.unlink(partial, dir_fd=folder)
         if durable:
             os.fsync(folder)

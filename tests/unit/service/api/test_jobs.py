@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -317,7 +319,9 @@ def test_routes_of_files_say_that_run_storage_is_broken(api: Api) -> None:
     problem_in(api.http.get(f"/v1/jobs/{job_id}/logs"), 503, "storage_unavailable")
 
 
-def test_readiness_says_what_cannot_be_reached_and_why(api: Api) -> None:
+def test_readiness_says_what_cannot_be_reached_and_why(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = api.http.app.state
     state.context = replace(state.context, cluster=ClusterWatch(api.backend, every_s=0))
     body = api.http.get("/readyz").json()
@@ -328,6 +332,9 @@ def test_readiness_says_what_cannot_be_reached_and_why(api: Api) -> None:
         in_time(mount, release.wait, 0.05)
     assert api.http.get("/readyz").json()["storage"]["hanging"] == {"/mnt/nfs": 1}
     release.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+        assert "Read-only" in api.http.get("/readyz").json()["storage"]["runs"]
     api.backend.set_down(True)
     shutil.rmtree(api.settings.runs_dir)
     api.settings.runs_dir.write_text("no folder")

@@ -102,6 +102,28 @@ def test_a_trusted_folder_may_be_a_link_and_names_must_not_lead_up(tmp_path: Pat
     assert list_untrusted(tmp_path / "runs" / "gone", tmp_path / "runs") == []
 
 
+def test_storage_that_refuses_a_file_is_told_of_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", name)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    open_at = os.open
+
+    def open_existing(name: str, flags: int, *args: int, **at: int) -> int:
+        if flags & os.O_CREAT:
+            refuse(name)
+        return open_at(name, flags, *args, **at)
+
+    monkeypatch.setattr(os, "open", open_existing)
+    path = tmp_path / "job" / "spec.json"
+    path.parent.mkdir()
+    with pytest.raises(OSError, match=r"spec\.json") as raised:
+        replace_untrusted(path, b"x", tmp_path)
+    assert raised.value.filename == str(path)
+
+
 def test_nothing_is_written_through_a_folder_that_is_a_link(tmp_path: Path) -> None:
     (tmp_path / "host").mkdir()
     (tmp_path / "runs").mkdir()

@@ -64,6 +64,7 @@ class SchedulerRunner:
         self._places: Mapping[str, QueuePosition] = {}
         self._live: dict[str, Job] = {}
         self._faulty: set[str] = set()
+        self._untold: set[str] = set()
         self._message = ""
         self._writer = ThreadPoolExecutor(1, "growth-limits")
         self._written: Future[None] | None = None
@@ -135,9 +136,17 @@ class SchedulerRunner:
             self._written = self._writer.submit(self._write_limits, elastic, limits)
 
     def _write_limits(self, elastic: Sequence[Job], limits: Mapping[str, int]) -> None:
+        untold = {}
         for job in elastic:
             write = partial(limit_growth, self.settings, job, limits.get(job.id))
-            self._guarded(job, in_time, self.settings.runs_dir, write)
+            try:
+                in_time(self.settings.runs_dir, write)
+            except OSError as error:
+                untold[job.id] = error
+        for job_id in untold.keys() - self._untold:
+            text = "job %s is not told how far it may grow, trying again: %s"
+            logger.warning(text, job_id, untold[job_id])
+        self._untold = set(untold)
 
     def _capacity(self) -> Capacity:
         """The capacity of the cluster, under the setting; up to 3 s old.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from service.db.projects import ProjectStore, hold_lock
 from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
 from service.errors import LockLost
 from service.observability.metrics import ServiceMetrics
+from service.scheduler import runner
 from service.scheduler.runner import SchedulerRunner
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
@@ -97,6 +99,26 @@ def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: Hou
     assert house.status(waiting) is JobStatus.STARTING
     house.poll(2, every_s=61)
     assert ResizeRequests(files).poll().growth_limit is None
+
+
+def test_growth_limits_that_cannot_be_written_are_told_of_once(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    offer(house, 4)
+    elastic = submit(house, {"min": 2, "max": 8})
+    house.poll()
+    submit(house, 4)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(runner, "limit_growth", refuse)
+    house.poll(3)
+    warnings = [each.getMessage() for each in caplog.records if each.name == runner.__name__]
+    assert [each for each in warnings if "Read-only" in each] == [
+        f"job {elastic.id} is not told how far it may grow, trying again: "
+        "[Errno 30] Read-only file system"
+    ]
 
 
 def test_a_job_leaves_hosts_to_come_to_the_one_that_they_were_given_to(house: House) -> None:

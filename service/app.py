@@ -390,7 +390,11 @@ def serve(settings: Settings) -> None:
         has_key = security.keys.has_usable_key(time.time())
         can_sign_in = has_key or security.authenticator.verifier is not None
         check_address(settings, has_credentials=can_sign_in)
-        logger.info("Shardloom listens on %s", settings.service_url)
+        logger.info(
+            "Shardloom listens on %s, port %d; jobs report to %s",
+            *listener.getsockname()[:2],
+            settings.service_url,
+        )
         _tell_local_token(settings, security.authenticator.local_token)
         # Or each full collection would stop all requests to look at all that is imported.
         gc.freeze()

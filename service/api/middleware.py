@@ -112,7 +112,8 @@ class RequestLogMiddleware:
                 MutableHeaders(scope=message)["X-Request-ID"] = request_id
                 duration_s, status = time.perf_counter() - began, message["status"]
                 # The template, not the path: one series for all jobs.
-                route = getattr(scope.get("route"), "path", None) or "(no route)"
+                unknown = "(no route)" if "router" in scope else "(before routing)"
+                route = getattr(scope.get("route"), "path", None) or unknown
                 self._telemetry.answered(scope["method"], route, status, duration_s)
                 level = logging.WARNING if status >= 500 else logging.DEBUG
                 text = "%s %s -> %d in %.1f ms"

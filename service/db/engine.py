@@ -383,11 +383,16 @@ def migrate(engine: Engine, revision: str = "head") -> str | None:
         ) from error
 
 
+@functools.cache
+def known_revisions() -> tuple[str, ...]:
+    """The revisions that this version of the service knows, the newest first."""
+    scripts = ScriptDirectory.from_config(migration_config())
+    return tuple(each.revision for each in scripts.walk_revisions())
+
+
 def newest_revision() -> str:
     """The revision that this version of the service needs."""
-    head = ScriptDirectory.from_config(migration_config()).get_current_head()
-    assert head is not None, "this version has migrations"
-    return head
+    return known_revisions()[0]
 
 
 def stored_revision(connection: Connection) -> str | None:

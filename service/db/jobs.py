@@ -40,6 +40,7 @@ from service import errors
 from service.db import metrics, queries, rows
 from service.db.engine import (
     Transactions,
+    known_revisions,
     migrate,
     newest_revision,
     open_engine,
@@ -96,9 +97,10 @@ class JobStore(Transactions):
         with self.read() as connection:
             stored, newest = stored_revision(connection), newest_revision()
         if stored != newest:
+            is_known = stored is None or stored in known_revisions()
+            advice = "restart the service to migrate" if is_known else "run the newer version"
             raise errors.StoreUnavailable(
-                f"the database is at migration {stored}, this version needs {newest}; "
-                "restart the service to migrate"
+                f"the database is at migration {stored}, this version needs {newest}; {advice}"
             )
         return {"database": self.engine.dialect.name, "migration": stored}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from pathlib import Path as FilePath
@@ -28,6 +29,7 @@ from service.schemas.jobs import QueueOut
 from service.storage import hanging, in_time
 from trainer.spec.base import NAME_PATTERN
 
+logger = logging.getLogger(__name__)
 projects_router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=ThreadRoute)
 # Kubernetes waits for 5 s.
 _PROBE_S = 1.0
@@ -118,7 +120,8 @@ def get_readiness(request: Request, context: ContextDep) -> dict[str, Any]:
     if known_principal(request) is None:
         try:
             context.store.ping()
-        except StoreUnavailable:
+        except StoreUnavailable as error:
+            logger.warning("not ready: %s", error)
             why = "the database does not answer, or is at another migration; the log says more"
             raise StoreUnavailable(why) from None
         return {"status": "ready"}

@@ -178,6 +178,7 @@ def test_a_server_that_was_restarted_is_used_again(
     postgresql: PostgresqlServer, replicas: list[JobStore]
 ) -> None:
     store = replicas[0]
+    ServiceMetrics().watch(store.engine)
     job = store_job(store)
     url = store.engine.url.render_as_string(hide_password=False)
     with pytest.raises(StoreUnavailable), store.write() as connection:

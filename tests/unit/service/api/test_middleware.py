@@ -272,7 +272,7 @@ def test_large_answers_are_compressed_but_streams_are_not(api: Api) -> None:
 
 
 def test_readiness_tells_strangers_no_more_than_whether_it_is_so(
-    house: Guarded, monkeypatch: pytest.MonkeyPatch
+    house: Guarded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = TestClient(house.http.app, base_url=HOST)
     for headers in ({}, {"Authorization": "Bearer shl_wrong"}, {"Cookie": "shardloom-session=x"}):
@@ -289,6 +289,7 @@ def test_readiness_tells_strangers_no_more_than_whether_it_is_so(
     monkeypatch.setattr(JobStore, "ping", away)
     problem = problem_in(stranger.get("/readyz"), 503, "store_unavailable")
     assert "10.0.0.7" not in problem["detail"]
+    assert "10.0.0.7" in caplog.text
     assert "10.0.0.7" in house.send("GET", "/readyz", "viewer").json()["detail"]
 
 

@@ -42,12 +42,14 @@ def test_answers_are_counted_by_route_and_transactions_of_the_store_by_kind(api:
     api.http.get(f"/v1/jobs/{job_id}")
     api.http.get("/v1/jobs/nobody")
     api.http.get("/nowhere")
+    api.http.get("/v1/jobs", headers={"Host": "other.example"})
     text = api.http.get("/metrics").text
     count = "shardloom_request_seconds_count"
     assert f'{count}{{method="POST",route="/v1/jobs",status="201"}} 1.0' in text
     assert f'{count}{{method="GET",route="/v1/jobs/{{job}}",status="200"}} 1.0' in text
     assert f'{count}{{method="GET",route="/v1/jobs/{{job}}",status="404"}} 1.0' in text
     assert f'{count}{{method="GET",route="(no route)",status="404"}} 1.0' in text
+    assert f'{count}{{method="GET",route="(before routing)",status="' in text
     assert job_id not in text
     for kind in ("read", "write"):
         assert f'shardloom_store_seconds_count{{kind="{kind}"}}' in text

@@ -48,6 +48,9 @@ REPORT_GRACE_S = 60.0
 LATE_RECORDS_S = 30.0
 # With the longest backoff between them these take most of a day.
 MAX_ATTEMPTS = 250
+# What a job says that pauses, and while run storage does not take the request.
+PAUSING = "pausing: the workers save a checkpoint and leave"
+NOT_ASKED = "pausing: run storage cannot be written, so that the workers are not asked yet"
 _FINAL_STATUS = {
     EndReason.COMPLETED: JobStatus.SUCCEEDED,
     EndReason.CANCELLED: JobStatus.CANCELLED,
@@ -312,7 +315,8 @@ def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> 
     if not may_save:
         # Stored before it is sent, so that the end is known to be the service's own doing.
         note = replace(note, stop_sent=True)
-    message = "pausing: the workers save a checkpoint and leave"
+    # That they could not be asked stays until they are.
+    message = job.message if may_save and job.message.startswith(NOT_ASKED) else PAUSING
     pausing = replace(job, message=message, queue_note=note.document)
     return Decision(pausing, attempt, Action.PAUSE if may_save else Action.STOP)
 
@@ -327,13 +331,15 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
     job = _with_contact(job, observation)
     if observation.state in (ObservedState.UNREACHABLE, ObservedState.NOT_FOUND):
         return Decision(job, attempt)
+    timeline: tuple[TimelineEvent, ...] = ()
     if attempt.submitted_at is None:
         # An earlier submission arrived although its answer did not.
-        attempt = replace(attempt, submitted_at=now)
+        accepted = submission_accepted(job, attempt, now)
+        attempt, timeline = accepted.attempt or attempt, accepted.timeline
     if observation.state is ObservedState.RUNNING and attempt.started_at is None:
         attempt = replace(attempt, started_at=now)
     is_overdue = _s_since_report(attempt, now) > REPORT_GRACE_S
-    return Decision(job, attempt, Action.STOP if is_overdue else Action.NONE)
+    return Decision(job, attempt, Action.STOP if is_overdue else Action.NONE, timeline)
 
 
 def _may_submit(attempt: Attempt, now: float) -> bool:

@@ -31,6 +31,8 @@ from service.backends.base import Backend
 from service.db.engine import write_in_background
 from service.db.jobs import JobStore
 from service.domain.lifecycle import (
+    NOT_ASKED,
+    PAUSING,
     Action,
     Decision,
     decide,
@@ -52,6 +54,7 @@ from service.errors import (
     StoreUnavailable,
     SubmissionRefused,
 )
+from service.files import make_writable
 from service.jobs.actions import copy_resize_request
 from service.jobs.code_archives import CodeGone
 from service.jobs.run_storage import (
@@ -239,6 +242,8 @@ class Reconciler:
 
         A wake tells of what was written; the cluster is asked of all others at each interval.
         """
+        # An older version of the service does nothing to jobs that a newer one migrated.
+        self._store.ping()
         was_late = self._late is not None
         scheduled = self._schedule()
         jobs = self._store.list_live_jobs() if scheduled is None else scheduled
@@ -449,16 +454,26 @@ class Reconciler:
             job = self._apply(job, attempt, Decision(job, tried))
             self._apply(job, tried, self._submit(job, tried))
         elif action is Action.PAUSE:
-            self._on_storage(partial(ask_to_pause, self._settings, attempt))
-            if not self._store.get_job(job.id).pause_requested:
-                # Withdrawn meanwhile, before there was a file to remove.
-                self._on_storage(partial(withdraw_pause, self._settings, job.id, attempt.id))
+            self._pause(job, attempt)
         elif action is Action.STOP:
             try:
                 with self._slot.aside():
                     self._backend.stop(attempt.id)
             except BackendUnreachable as error:
                 self._log_unanswered(action, job, attempt, error)
+
+    def _pause(self, job: Job, attempt: Attempt) -> None:
+        message = PAUSING
+        try:
+            self._on_storage(partial(ask_to_pause, self._settings, attempt))
+            if not self._store.get_job(job.id).pause_requested:
+                # Withdrawn meanwhile, before there was a file to remove.
+                self._on_storage(partial(withdraw_pause, self._settings, job.id, attempt.id))
+        except OSError as error:
+            message = f"{NOT_ASKED}: {error}"
+            if message != job.message:
+                logger.warning("attempt %s: cannot pause, trying again: %s", attempt.id, error)
+        self._apply(job, attempt, Decision(replace(job, message=message), attempt))
 
     def _submit(self, job: Job, attempt: Attempt) -> Decision:
         try:
@@ -471,21 +486,31 @@ class Reconciler:
             self._log_unanswered(Action.SUBMIT, job, attempt, error)
             # It did not say whether it took the attempt: the submission is repeated.
             return Decision(replace(job, message=str(error)), attempt)
-        except TimeoutError as error:
-            # No failure either: whose calls keep storage busy may be another job.
-            logger.warning("attempt %s: cannot submit, trying again: %s", attempt.id, error)
-            message = f"run storage does not answer, so that the job waits: {error}"
-            return Decision(replace(job, message=message), attempt)
         except SubmissionRefused as error:
             reason, message = EndReason.SUBMISSION_REFUSED, str(error)
         except CodeGone as error:
             reason, message = EndReason.BAD_SPEC, str(error)
         except OSError as error:
+            if not self._is_own_fault(error):
+                # No failure: it is nothing of the job's, and nothing was sent.
+                logger.warning("attempt %s: cannot submit, trying again: %s", attempt.id, error)
+                message = f"the job waits for run storage (SHARDLOOM_RUNS_DIR): {error}"
+                return Decision(replace(job, message=message), attempt)
             reason = EndReason.STORAGE_ERROR
-            message = f"cannot write the spec to run storage ({error}); check SHARDLOOM_RUNS_DIR"
+            message = f"cannot write the spec to run storage ({error})"
         else:
             return submission_accepted(job, attempt, self._clock(), following.notes)
         return end_attempt(job, attempt, reason, message, self._clock())
+
+    def _is_own_fault(self, error: OSError) -> bool:
+        """Whether run storage refuses a job's files while it takes those of others."""
+        if not isinstance(error, PermissionError | IsADirectoryError):
+            return False
+        try:
+            self._on_storage(partial(make_writable, self._settings.runs_dir))
+        except OSError:
+            return False
+        return True
 
     def _prepare(self, job: Job, attempt: Attempt, spec: JobSpec) -> None:
         """Write what an attempt finds on run storage."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,16 @@ from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
+from sqlalchemy import text
 
 from service import storage
 from service.backends.fake import FakeBackend, Script
 from service.db.jobs import JobStore
 from service.domain.lifecycle import LATE_RECORDS_S, request_cancel
 from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
-from service.errors import BackendUnreachable
+from service.errors import BackendUnreachable, StoreUnavailable
 from service.jobs.actions import cancel_job, pause_job, resume_job
+from service.jobs.run_storage import run_dir_of
 from service.reconciler import housekeeping, loop, outbox
 from service.reconciler.loop import _ComputeSlot
 from service.reconciler.outbox import PATIENCE_S
@@ -135,6 +136,8 @@ def test_a_lost_answer_does_not_submit_twice_and_a_lost_submission_keeps_its_id(
         record = house.record(job)
         assert (record.num_submits, record.has_arrived) == (num_submits, True)
         assert house.store.get_attempt(f"{job.id}-a0").submitted_at is not None
+        told = [line.message for line in house.store.list_timeline(job.id)]
+        assert told.count("attempt 0 submitted") == 1
     assert len(house.backend.attempt_ids()) == 2
 
 
@@ -166,24 +169,41 @@ def test_a_lost_driver_is_replaced_after_the_backoff(house: House) -> None:
     assert record.env["SHARDLOOM_MAX_WORKER_FAILURES"] == "2"
 
 
-def test_run_storage_that_stays_away_fails_the_job_with_its_cause(house: House) -> None:
-    spared = house.submit()
-    house.settings.runs_dir.write_text("a file where the folder should be")
-    house.poll()
-    house.settings.runs_dir.unlink()
-    house.poll(2, every_s=400.0)
-    assert house.status(spared) in (JobStatus.STARTING, JobStatus.RUNNING), "it came back"
-    shutil.rmtree(house.settings.runs_dir)
-    house.settings.runs_dir.write_text("a file where the folder should be")
-    job = house.submit()
-    house.poll()
-    assert house.status(job) is JobStatus.QUEUED
-    house.poll(2 * job.spec.retry.max_failures + 2, every_s=400.0)
-    ended = house.store.get_job(job.id)
+def test_run_storage_that_is_away_costs_no_attempt_and_a_name_that_is_taken_does(
+    house: House,
+) -> None:
+    job, runs_dir = house.submit("running"), house.settings.runs_dir
+    runs_dir.write_text("a file where the folder should be")
+    house.poll(5, every_s=400.0)
+    waiting = house.store.get_job(job.id)
+    assert (waiting.status, waiting.num_failures) == (JobStatus.STARTING, 0)
+    assert str(runs_dir) in waiting.message
+    runs_dir.unlink()
+    house.poll(2)
+    assert house.backend.attempt_ids() == [f"{job.id}-a0"]
+    assert house.store.get_job(job.id).message == ""
+    faulty = house.submit()
+    run_dir_of(house.settings, faulty.id).job_path.mkdir(parents=True)
+    house.poll(2 * faulty.spec.retry.max_failures + 2, every_s=400.0)
+    ended = house.store.get_job(faulty.id)
     assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
-    assert "SHARDLOOM_RUNS_DIR" in ended.message
-    reasons = [attempt.end_reason for attempt in house.store.list_attempts(job.id)]
-    assert reasons == [EndReason.STORAGE_ERROR] * (job.spec.retry.max_failures + 1)
+    assert faulty.id in ended.message
+    reasons = [attempt.end_reason for attempt in house.store.list_attempts(faulty.id)]
+    assert reasons == [EndReason.STORAGE_ERROR] * (faulty.spec.retry.max_failures + 1)
+
+
+def test_a_database_of_a_newer_version_is_left_to_it(house: House) -> None:
+    running = house.submit("running")
+    house.poll()
+    queued = house.submit()
+    with house.store.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    reconciler = house.reconciler()
+    with pytest.raises(StoreUnavailable, match=r"9999.*run the newer version"):
+        reconciler._dispatch()
+    reconciler.close()
+    assert house.status(queued) is JobStatus.QUEUED
+    assert house.store.claim_live_jobs("new", lease_s=9, now=house.now, limit=9) == [running.id]
 
 
 def test_run_storage_that_answers_late_delays_a_submission_and_costs_no_attempt(
@@ -355,6 +375,29 @@ def test_a_pause_that_is_taken_back_during_a_look_leaves_no_request(
     house.poll()
     assert not request.exists()
     assert not house.store.get_job(job.id).pause_requested
+
+
+def test_a_pause_that_run_storage_does_not_take_is_said_once_and_asked_for_again(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, call: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    house.settings = house.settings.model_copy(update={"pause_grace_s": 1e9})
+    job = house.submit("running")
+    house.poll(2)
+    pause_job(house.store, house.settings, job.id)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "in_time", refuse)
+        house.poll()
+        said = house.store.get_job(job.id)
+        house.poll(3)
+    assert "Read-only file system" in said.message
+    assert house.store.get_job(job.id) == said
+    assert caplog.text.count("cannot pause") == 1
+    house.poll()
+    assert house.files(job).pause_request_path.exists()
+    assert house.store.get_job(job.id).message.endswith("save a checkpoint and leave")
 
 
 def test_files_that_cannot_be_read_hold_up_their_own_job_only_and_not_for_ever(

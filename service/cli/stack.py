@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -163,8 +162,10 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
         error = client.why_not_alive()
         is_alive, cluster = error is None, None
         if is_alive:
-            with suppress(ShardloomError):
+            try:
                 cluster = client.cluster()
+            except ShardloomError as refused:
+                error = refused
         if as_json:
             print_json(
                 {
@@ -178,7 +179,7 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
             console().print(_status_page(client.base_url, is_alive, cluster, home, state))
             if error is not None:
                 console().print(common.describe(error))
-            else:
+            if is_alive:
                 if url is None and state is None:
                     _print_dim(f"no stack of {home.root} (SHARDLOOM_HOME) runs; this is another")
                 _print_link(client.base_url)

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -27,6 +28,7 @@ from service.client.client import ShardloomClient
 from service.client.transport import REQUEST_TIMEOUT_S
 from service.dashboard import fragments
 from service.domain.metrics import MEMORY_PARTS
+from service.errors import StoreUnavailable
 from service.schemas.jobs import JobSummary
 from service.schemas.wording import NOTHING, TIMES
 from tests.harness.builders import (
@@ -345,6 +347,19 @@ def test_the_cluster_is_shown_with_its_hosts(api: Api) -> None:
     api.backend.set_down(True)
     away = shardloom("cluster")
     assert (away.exit_code, "does not answer" in away.stdout) == (3, True)
+
+
+def test_a_service_that_answers_without_its_database_says_so_in_the_status(
+    api: Api, client: ShardloomClient
+) -> None:
+    def away(*_: object) -> None:
+        raise StoreUnavailable("the database failed")
+
+    state = api.http.app.state
+    state.context = replace(state.context, cluster=Mock(latest=away))
+    shown = shardloom("status")
+    assert (shown.exit_code, "answers" in shown.stdout) == (0, True)
+    assert "the database failed" in shown.stdout
 
 
 def test_the_shell_completes_names_and_where_asked_for_ids(service: FakeService) -> None:

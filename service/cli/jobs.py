@@ -31,6 +31,7 @@ from service.cli.common import (
 )
 from service.cli.render import (
     SHOWN_KINDS,
+    START_KINDS,
     checkpoints_table,
     event_line,
     job_page,
@@ -114,7 +115,8 @@ def show(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -
     if as_json:
         print_json(found)
         return
-    lines = list(client.iter_events(found.id, kinds=SHOWN_KINDS))
+    start = START_KINDS if found.status is JobStatus.STARTING else ()
+    lines = list(client.iter_events(found.id, kinds=(*SHOWN_KINDS, *start)))
     console().print(job_page(found, client.attempts(found.id), lines, time.time()))
 
 

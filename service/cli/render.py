@@ -26,7 +26,7 @@ from service.domain.sharding import (
     newest_workers,
     sync_text,
 )
-from service.domain.timeline import RESIZE_KINDS, WRITTEN, Trace, counted
+from service.domain.timeline import RESIZE_KINDS, WRITTEN, ServiceEvent, Trace, counted
 from service.schemas import wording
 from service.schemas.jobs import (
     AttemptOut,
@@ -58,6 +58,14 @@ def _standing(group: Member | GoneGroup, now_s: float) -> Text:
 
 # Lines of the timeline that a job's page is made from.
 SHOWN_KINDS = (STARTED, DIVERGENCE, WRITTEN, *RESIZE_KINDS)
+# Those that tell how far a start is, and what it waits for.
+START_KINDS = (
+    ServiceEvent.ATTEMPT_CREATED,
+    ServiceEvent.ATTEMPT_SUBMITTED,
+    "attempt_started",
+    "room_asked",
+    "note",
+)
 _STYLES = {"active": "cyan", "good": "green", "warn": "yellow", "bad": "red"}
 
 
@@ -119,7 +127,10 @@ def job_page(
     timeline: Sequence[TimelineEvent],
     now_s: float,
 ) -> RenderableType:
-    """All about one job: what `shardloom show` prints; of the timeline `SHOWN_KINDS` suffice."""
+    """All about one job: what `shardloom show` prints.
+
+    Of the timeline `SHOWN_KINDS` suffice, and `START_KINDS` while it starts.
+    """
     title = Text.assemble((job.name, "bold"), f"  {job.id}")
     parts: list[RenderableType] = [title, _job_facts(job, timeline, now_s)]
     if job.membership and not job.status.is_terminal and job.membership.changed_at:
@@ -139,6 +150,8 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEvent], now_s: float) 
     grid = facts_grid()
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
     grid.add_row("status", head)
+    if job.status is JobStatus.STARTING and timeline:
+        grid.add_row("start", f"{timeline[-1].message}; {wording.age(timeline[-1].time, now_s)}")
     if job.queue and job.queue.reason:
         place = f"#{job.queue.position}: " if job.queue.position else ""
         grid.add_row("queue", f"{place}{job.queue.reason}")

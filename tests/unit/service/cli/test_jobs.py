@@ -107,6 +107,9 @@ def test_show_tells_layout_progress_and_metrics(service):
     assert "step 50 of 200 (25.0 %), 51.2k rows, 2.13k rows/s, 1m 12s to go" in result.stdout
     service.states = [job_body(status="STARTING", message="no answer from Ray at http://ray:8265")]
     assert "no answer from Ray at http://ray:8265" in shardloom("show", "ratings").stdout
+    service.events.append(event_body(3, kind="note", message="4 workers need 4 GPU: waiting"))
+    text = shardloom("show", "ratings").stdout
+    assert "start 4 workers need 4 GPU: waiting; " in " ".join(text.split())
 
 
 def test_texts_of_jobs_steer_no_terminal(service):

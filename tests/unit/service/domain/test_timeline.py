@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from service.dashboard import charts, views
+from service.dashboard import charts, groups, snapshots, views
 from service.domain.timeline import EVENT_KINDS, describe, level_of
 from tests.harness.builders import (
     NOW,
@@ -128,5 +128,6 @@ def test_a_retry_says_reason_delay_and_what_it_costs(house: House) -> None:
     assert told.data["is_counted"] is True
 
 
-def test_kinds_that_pages_colour_are_kinds_of_events() -> None:
-    assert {*views._EVENT_TONES, *charts._MARKED} <= EVENT_KINDS
+def test_kinds_that_pages_read_are_kinds_of_events() -> None:
+    read = {*views._EVENT_TONES, *charts._MARKED, *groups.MOMENTS, *snapshots._REWINDS}
+    assert read <= EVENT_KINDS

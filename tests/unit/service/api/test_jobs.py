@@ -194,12 +194,6 @@ def test_records_are_acknowledged_once_and_gaps_answered(api: Api) -> None:
     problem_in(api.post_events("job-x-a0", first), 404, "attempt_not_found")
 
 
-def test_a_record_of_an_unknown_kind_is_refused_with_its_path(api: Api) -> None:
-    body = {"stream": "rank-0", "first_seq": 0, "events": [{"kind": "dance", "time": 1}]}
-    response = api.http.post(f"/v1/attempts/{api.start()}-a0/events", json=body)
-    assert problem_in(response, 422, "invalid_request")["fields"][0]["path"] == "events[0]"
-
-
 def test_metrics_come_as_series_and_nan_as_null(api: Api) -> None:
     job_id = api.start()
     losses = [3.0, math.nan, math.inf]

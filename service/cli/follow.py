@@ -182,7 +182,7 @@ def _metrics_rows(job: JobDetail) -> list[RenderableType]:
 def end_page(job: JobDetail) -> RenderableType:
     head = Text.assemble((job.name, "bold"), "  ", status_text(job.status))
     if job.ended_at is not None and (took := duration_of(job, job.ended_at)):
-        head.append(f" after {took} of training")
+        head.append(f" after {took}")
     if job.message and job.status is not JobStatus.SUCCEEDED:
         head.append(f": {job.message}")
     parts: list[RenderableType] = [head, *_metrics_rows(job)]

@@ -168,7 +168,7 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEvent], now_s: float) 
     grid.add_row("sync", sync_text(job.spec))
     grid.add_row("created", f"{wording.age(job.created_at, now_s)}, at {clock(job.created_at)}")
     if took := wording.duration_of(job, now_s):
-        grid.add_row("trained for" if job.status.is_terminal else "trains for", took)
+        grid.add_row("duration", took)
     if job.progress.total_steps:
         grid.add_row("progress", progress_line(job))
     for part in ("train", "validation"):

@@ -121,8 +121,8 @@ def up(
     ] = False,
 ) -> None:
     """Start the service and a local Ray; without --detach Ctrl-C stops them again.
-    Without --detach that Ray and its jobs end with the service, also with one that was killed.
 
+    Without --detach that Ray and its jobs end with the service, also with one that was killed.
 
     SHARDLOOM_HOME names the folder of everything it keeps (default ~/.shardloom), and
     SHARDLOOM_RAY_ADDRESS a Ray cluster to use instead of a local one, as of several machines.

@@ -283,10 +283,9 @@ class _CompareChart(ChartBox):
         self.chart.update()
 
     async def read_csv(self) -> str:
-        # Steps are of each job, so that a column of one is a metric of one job.
-        return charts.csv_of(
-            {
-                f"{self._metric} {each.job.id}": each.points.get(self._metric, ())
-                for each in self._compared
-            }
+        rows = (
+            [each.job.id, point.step, f"{point.time:.3f}", point.value]
+            for each in self._compared
+            for point in each.points.get(self._metric, ())
         )
+        return charts.csv_text([["job", "step", "time", self._metric], *rows])

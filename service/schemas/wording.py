@@ -278,8 +278,8 @@ def standing_of(standing: str) -> tuple[str, str]:
 
 
 def duration_of(job: Job | JobSummary, now_s: float) -> str:
-    """Since when a job has trained, pauses included, or did until it ended; empty before it began
-    to."""
+    """From the first training of a job until its end or now, pauses and restarts included; empty
+    before."""
     if job.started_at is None:
         return ""
     return duration((job.ended_at or now_s) - job.started_at)

@@ -101,6 +101,7 @@ def _steer(result: IngestResult, event: events.Event) -> None:
         case events.WorkersLost():
             num_failures = result.attempt.num_worker_failures + spends_budget(event.reason)
             result.attempt = replace(result.attempt, num_worker_failures=num_failures)
+            job = replace(job, membership=apply_event(job.membership, result.attempt.id, event))
         case events.AttemptEnded():
             report = _reported_end(event, result.now)
             result.attempt = replace(result.attempt, reported_end=report)

@@ -52,6 +52,8 @@ def apply_event(
             return replace(known, prediction=_of_fullest_rank(event.prediction))
         case events.MembershipChanged():
             return _on_members(known, event)
+        case events.WorkersLost() if known.members:
+            return replace(known, members=(), copies_alive=0, host_copies_alive=0)
         case events.GroupLost() if event.is_spare:
             return _with_out(known, event)
         case events.GroupLost():

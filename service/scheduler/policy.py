@@ -27,6 +27,7 @@ from service.backends.base import has_own_cluster
 from service.domain.membership import current_membership, sizes_of_job, workers_held
 from service.domain.models import Job, JobStatus, Project, QueueState
 from service.domain.retries import MAX_BACKOFF_S
+from service.domain.timeline import counted
 from trainer.layout.hosts import HostFacts
 
 
@@ -431,7 +432,8 @@ class _SchedulingPass:
         used, num_running = self._claims[job.project], self._num_running[job.project]
         reason = ""
         if most is not None and least > most:
-            return f"project {project.name} may use {most} workers, and the job needs {least}"
+            may = counted(most, "worker")
+            return f"project {project.name} may use {may}, and the job needs {least}"
         if most_jobs is not None and num_running >= most_jobs:
             reason = f"project {project.name}: {num_running} of {most_jobs} jobs running"
         elif most is not None and used + least > most:

@@ -76,7 +76,7 @@ def degraded() -> Scene:
         membership_changed(),
         group_lost(1, time=NOW + 60),
         membership_changed(group_member(0), group_member(2), generation=2, time=NOW + 60),
-        recovered(time=NOW + 60.4),
+        recovered(time=NOW + 60.4, generation=2),
     )
 
 

@@ -124,6 +124,12 @@ def test_what_is_kept_of_a_job_at_every_pass_stays_small_whatever_it_tells() -> 
     assert applied(ended).attempt.reported_end.evidence == {}
 
 
+def test_where_all_workers_are_lost_no_group_is_there_any_more() -> None:
+    job, attempt = live_job()
+    held = apply_events(job, attempt, [membership_changed(), workers_lost()], NOW).job.membership
+    assert (held.members, held.copies_alive, held.host_copies_alive) == ((), 0, 0)
+
+
 @pytest.mark.parametrize(
     ("reason", "num_failures"),
     [("workers_lost", 1), ("hang", 1), ("host_lost", 0), ("preempted", 0), ("from_later", 1)],

@@ -390,6 +390,11 @@ def reason_of(error: BaseException) -> EndReason:
     )
 
 
+def without_statistics(text: str) -> str:
+    """What Ray's memory monitor says it did, without pages of statistics and processes."""
+    return text.partition("\nOOM kill reason: ")[0]
+
+
 def evidence_of(error: BaseException) -> dict[str, str]:
     """`exception`: the error and what it came from, outermost first; `where`: its last frame.
 

@@ -17,6 +17,7 @@ import httpx
 from service.backends.base import Backend, Submission
 from service.domain.models import EndReason, Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
+from trainer.failures import without_statistics
 from trainer.layout.hosts import HostFacts, hosts_by_address
 
 _STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
@@ -211,7 +212,7 @@ def verdict_and_log(message: Any) -> tuple[str, str]:
     """What Ray says of a job, and the end of the driver's log that it adds if the driver failed."""
     verdict, _, rest = str(message or "").partition(", last available logs")
     log = rest.partition("\n")[2].rstrip()[-_MAX_LOG_CHARS:]
-    return verdict[:_MAX_LOG_CHARS], f"\n{log}" if log else ""
+    return without_statistics(verdict)[:_MAX_LOG_CHARS], f"\n{log}" if log else ""
 
 
 def _is_unknown(attempt_id: str, response: httpx.Response) -> bool:

@@ -40,6 +40,15 @@ CLUSTER_LOSS_GRACE_S = 3.0
 _NODE_DIED_SIGNS = ("its node has died", "the node is dead", "node died")
 _NODE_IP = re.compile(r"(?:node_ip='|\bip: )(?P<host>[^'\s]+)")
 _PID = re.compile(r"\bpid[=:] ?(?P<pid>\d+)")
+# What Ray says of an actor that died without saying why, and where it begins to guess.
+_UNEXPLAINED = re.compile(
+    r"^The actor died unexpectedly before finishing this task\.$|"
+    r"^\t(?:class_name|actor_id|pid|name|namespace|ip): .*$|"
+    r"^The actor is dead because its worker process has died\.(?: Worker exit type: SYSTEM_ERROR "
+    r"Worker exit detail: Worker unexpectedly exits with a connection error code \d+\. [\w ]+\.)?",
+    re.MULTILINE,
+)
+_GUESSES = "Some common causes include"
 _EXIT = re.compile(r"Worker exit type: (?P<type>\w+) Worker exit detail: (?P<detail>[^.\n]*)")
 
 
@@ -64,7 +73,8 @@ def _classify_start(error: Exception) -> Failure:
 
     if isinstance(error, WorkerGroupStartupTimeoutError | InsufficientClusterResourcesError):
         return Failure(EndReason.NO_ROOM, f"no room for the workers: {first_line(error)}")
-    return _death(error, f"the workers did not start: {first_line(error)}", {})
+    message = f"the workers did not start: {first_line(error)}"
+    return _death(error, message, _evidence_of_death(error))
 
 
 def _classify_rank(rank: int, error: Exception) -> Failure:
@@ -77,16 +87,18 @@ def _classify_rank(rank: int, error: Exception) -> Failure:
         return Failure(error.reason, message, evidence=evidence, blamed_host=error.blamed_host)
     if isinstance(error, RayError | RayTrainError):
         cause = getattr(error, "health_check_failure", error)  # around which Ray tells of its actor
-        return _death(error, f"rank {rank} was lost: {first_line(cause)}", place)
+        evidence = place | _evidence_of_death(error)
+        is_known = {"pid", "host"} <= evidence.keys()
+        process = f" (pid {evidence['pid']} on {evidence['host']})" if is_known else ""
+        return _death(error, f"rank {rank}{process} was lost: {first_line(cause)}", evidence)
     evidence = place | failures.evidence_of(error)
     message = f"rank {rank}: {type(error).__name__}: {error}"
     return Failure(failures.reason_of(error), message, evidence=evidence)
 
 
-def _death(error: Exception, message: str, place: Mapping[str, str]) -> Failure:
+def _death(error: Exception, message: str, evidence: Mapping[str, str]) -> Failure:
     """The failure of workers that died; a host that was taken away is not to blame."""
     reason = _reason_of_death(getattr(error, "health_check_failure", error))
-    evidence = {**place, **_evidence_of_death(error)}
     blamed = "" if reason is EndReason.PREEMPTED else evidence.get("host", "")
     return Failure(reason, message, is_death=True, evidence=evidence, blamed_host=blamed)
 
@@ -95,7 +107,7 @@ def _reason_of_death(error: BaseException) -> EndReason:
     from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
 
     # Without Ray's list of common causes, which names all of them for any death.
-    text = str(error).partition("Some common causes include")[0].lower()
+    text = str(error).partition(_GUESSES)[0].lower()
     if isinstance(error, RayActorError) and error.preempted:
         return EndReason.PREEMPTED
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
@@ -118,9 +130,12 @@ def _evidence_of_death(error: BaseException) -> dict[str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first words of an error's text, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
+    """The first words of an error's text, on one line; of a death what Ray knows of its cause."""
+    text = failures.without_statistics(str(error)).strip()
+    told = _UNEXPLAINED.sub("", text.partition(_GUESSES)[0])
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    unexplained = "its process ended without a word" if text else type(error).__name__
+    return " ".join(lines[:3]) or unexplained
 
 
 def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
@@ -263,7 +278,7 @@ def train(run: TrainRun) -> Failure | None:
         if not cluster_answers():
             raise Evicted(f"the cluster is gone: {first_line(error)}") from error
         free_placements_of_the_dead()
-        return Failure(EndReason.WORKERS_LOST, f"Ray Train was lost: {first_line(error)}")
+        return Failure(_reason_of_death(error), f"Ray Train was lost: {first_line(error)}")
     return None
 
 

@@ -95,6 +95,8 @@ def test_every_status_of_ray_is_known() -> None:
         body = {"status": status, "message": verdict}
         seen = _backend(_answers(200, body=body)).observe("job-1-a0")
         assert (seen.state, seen.message) == (ObservedState[status], verdict)
+    body["message"] = f"{verdict}\nOOM kill reason: 95.0%\nEviction Stats:\n(global lru) used: 0%"
+    assert _backend(_answers(200, body=body)).observe("job-1-a0").message == verdict
 
 
 def test_an_unknown_job_is_not_found() -> None:

@@ -20,6 +20,7 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
+from trainer.driver import ray_train
 from trainer.driver.ray_train import check_machine, classify
 from trainer.driver.torch_backend import let_gloo_use_address
 from trainer.protocol.run_dir import RunDir
@@ -36,11 +37,21 @@ Worker info: Worker(
   ),
 )"""
 KILLED = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: RayTrainWorker\n"
+    "\tactor_id: aa671cc1\n\tpid: 8358\n\tnamespace: c94bd517\n\tip: 10.0.0.3\n"
     "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker "
     "exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some "
     "common causes include: (1) the process was killed by the OOM killer due to high memory usage, "
     "(2) ray stop --force was called, or (3) its node has died."
 )
+
+
+MEMORY_MONITOR = """7 worker(s) were killed due to the node running low on memory. Memory on the \
+node (IP: 127.0.0.2, ID: 454ef5e9) was 22.48GB used / 23.54GB limit (0.954906)
+OOM kill reason: Memory usage 24100282368B exceeded threshold of 24012685312B
+Object store memory usage: [- objects spillable: 4
+Eviction Stats:
+Selected to kill: (Actor(6270): job ID=02, lease ID=09, pid=31054)"""
 
 
 class _Death(RayActorError):
@@ -83,6 +94,8 @@ def test_ray_guesses_at_a_death_are_no_evidence() -> None:
     assert failure.blamed_host == failure.evidence["host"] == "10.0.0.3"
     assert failure.evidence["pid"] == "8358"
     assert failure.evidence["exit"].startswith("SYSTEM_ERROR: Worker unexpectedly exits")
+    told = "rank 1 (pid 8358 on 10.0.0.3) was lost: its process ended without a word"
+    assert failure.message == told
 
 
 def test_a_dead_node_is_a_lost_host() -> None:
@@ -93,10 +106,24 @@ def test_a_dead_node_is_a_lost_host() -> None:
 
 
 def test_the_memory_monitors_victim_ran_out_of_memory() -> None:
-    text = "Task was killed due to the node running low on memory. Memory on the node was 0.97"
-    assert died(text).reason == EndReason.HOST_OOM
+    failure = died(MEMORY_MONITOR)
+    assert failure.reason == EndReason.HOST_OOM
+    assert failure.message.partition(" was lost: ")[2] == MEMORY_MONITOR.partition("\n")[0]
     assert classified({1: MemoryError("16 GiB")}).reason == EndReason.HOST_OOM
     assert classified({0: OutOfMemoryError("threshold")}).reason == EndReason.HOST_OOM
+
+
+def test_a_controller_that_the_memory_monitor_ended_ran_out_of_memory(monkeypatch):
+    def fit() -> None:
+        raise OutOfMemoryError(MEMORY_MONITOR)
+
+    monkeypatch.setattr(ray_train, "_trainer", lambda run: SimpleNamespace(fit=fit))
+    monkeypatch.setattr(ray_train, "CLUSTER_LOSS_GRACE_S", 0.0)
+    monkeypatch.setattr(ray_train, "cluster_answers", lambda: True)
+    monkeypatch.setattr(ray_train, "free_placements_of_the_dead", lambda: None)
+    failure = ray_train.train(ray_train.TrainRun(None, 1))
+    told = MEMORY_MONITOR.partition("\n")[0]
+    assert failure == Failure(EndReason.HOST_OOM, f"Ray Train was lost: {told}")
 
 
 def test_a_preempted_node_is_told_from_a_lost_one() -> None:

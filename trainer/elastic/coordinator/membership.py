@@ -20,7 +20,7 @@ hangs are suspicions (`GroupRegistry.judge`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.coordination.detection import RankId, Suspect
@@ -48,6 +48,7 @@ from trainer.protocol import events
 
 _METRICS_EVERY_S = 10.0
 _NUM_STRAGGLERS = 20
+_MOST_NAMED = 4  # ranks, or hosts, in a message
 
 
 class Membership:
@@ -239,15 +240,19 @@ class Membership:
         if group is None:
             return
         host = group.ranks[rank.rank].host
+        ranks = sorted(each.rank for each in suspect.alike)
+        hosts = {group.ranks[each].host: None for each in ranks}  # in the order of their ranks
         if suspect.reason == "silent":
             message = f"rank {rank.rank} on {host} was silent for {idle_s} s"
         else:
-            message = f"rank {rank.rank} on {host} got nothing done for {idle_s:.1f} s in {phase!r}"
+            message = (
+                f"rank {_any_of(ranks)} on {_any_of(hosts)} got nothing done for {idle_s:.1f} s in "
+                f"{phase!r}{', and one of them hangs' if len(ranks) > 1 else ''}"
+            )
             self._metrics.goodput.spend(rank.group, "hang", idle_s)
             at: dict[str, Any] = {"host": host, "phase": phase, "idle_s": idle_s}
             found = events.HangFound(time=now, group=rank.group, rank=rank.rank, **at)
             self._effects.append(found)
-        hosts = {group.ranks[each.rank].host for each in suspect.alike}
         self._rounds.lose(group, suspect.reason, message, now, host if len(hosts) == 1 else "")
 
     def _find_stragglers(self, now: float) -> None:
@@ -379,3 +384,11 @@ class Membership:
                 self._rounds.vote(group, group.request, now)
             elif group.is_ready:
                 self._rounds.inspect(group, now)
+
+
+def _any_of(found: Iterable[object]) -> str:
+    """`0 or 1`; of many the first."""
+    names = [str(each) for each in found]
+    if len(names) > _MOST_NAMED:
+        names[1:] = [f"any of {len(names) - 1} others"]
+    return " or ".join(names)

@@ -375,7 +375,7 @@ def test_a_rank_that_gets_nothing_done_loses_its_group_although_it_beats():
 
 
 @pytest.mark.parametrize("num_steps", [7, 8])
-def test_a_host_is_to_blame_for_a_hang_only_if_its_rank_got_less_far_than_the_others(
+def test_a_rank_and_its_host_are_to_blame_for_a_hang_only_if_it_got_less_far_than_the_others(
     num_steps: int,
 ):
     world = running(spreads=True, min_hang_s=20.0)
@@ -387,7 +387,11 @@ def test_a_host_is_to_blame_for_a_hang_only_if_its_rank_got_less_far_than_the_ot
             beat(world, group, 0, progress=1, num_steps=8)
             beat(world, group, 1, progress=1, num_steps=num_steps)
         tick(world, 0.4)
-    assert world.status.departures[-1].host == ("host-0-1" if num_steps < 8 else "")
+    departed = world.status.departures[-1]
+    assert departed.host == ("host-0-1" if num_steps < 8 else "")
+    named = "rank 1 on host-0-1 got" if num_steps < 8 else "rank 0 or 1 on host-0-0 or host-0-1 got"
+    assert departed.message.startswith(named)
+    assert departed.message.endswith("one of them hangs") == (num_steps == 8)
 
 
 def test_a_rank_may_stand_still_for_longer_outside_of_training():

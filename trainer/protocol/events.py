@@ -420,8 +420,8 @@ class GroupLeft(EventModel):
 class Recovered(EventModel):
     """The first sync that counted after a group was lost or a round failed.
 
-    `pause_s` is how much longer than usual the other groups were between two commits, `syncs_lost`
-    the intervals of work that have to be done again.
+    `pause_s` is how much longer than usual the other groups were between two commits, validation
+    left out, `syncs_lost` the intervals of work that have to be done again.
     """
 
     kind: Literal["recovered"] = "recovered"

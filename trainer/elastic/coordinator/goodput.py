@@ -185,6 +185,7 @@ class RunMetrics:
         self._incident: _Incident | None = None
         self._num_tries = 0
         self._heartbeat_at: dict[int, float] = {}
+        self._validation_s: defaultdict[int, float] = defaultdict(float)
 
     def start_round(self) -> None:
         self._num_tries += 1
@@ -202,6 +203,8 @@ class RunMetrics:
         cause = _NOT_TRAINING.get(heartbeat.phase)
         if cause:
             self.goodput.spend(group, cause, now - since)
+        if cause == "validation" and not heartbeat.is_waiting:
+            self._validation_s[group] += now - since
 
     @property
     def has_incident(self) -> bool:
@@ -216,6 +219,8 @@ class RunMetrics:
         num_tries, self._num_tries = self._num_tries, 0
         since, self._committed_at = self._committed_at, now
         self.goodput.commit(counting, now)
+        validation_s = max((self._validation_s[group] for group in counting), default=0.0)
+        self._validation_s.clear()
         if incident is None:
             if since is not None:
                 self._intervals.append(now - since)
@@ -226,7 +231,7 @@ class RunMetrics:
             generation=generation,
             commit=commit,
             cause=incident.cause,
-            pause_s=max(0.0, now - begun - self._usual_s),
+            pause_s=max(0.0, now - begun - self._usual_s - validation_s),
             syncs_lost=incident.syncs_lost,
             num_tries=num_tries,
         )

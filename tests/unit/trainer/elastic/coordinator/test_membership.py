@@ -1150,6 +1150,27 @@ def test_a_pause_is_what_a_recovery_took_beyond_the_usual():
     assert chronicle.commit({0}, generation=2, commit=5, now=5.5) is None
 
 
+def test_validation_is_no_part_of_a_pause_but_a_wait_for_the_lost_group_is():
+    chronicle = RunMetrics(rows_per_step=10)
+    for now in (1.0, 2.0):
+        chronicle.commit({0}, generation=1, commit=int(now), now=now)
+    for now, phase, is_waiting in (
+        (2.5, "train", False),
+        (32.5, "validation", False),
+        (36.5, "validation", True),
+    ):
+        beat = Heartbeat(progress=1, phase=phase, is_waiting=is_waiting)
+        chronicle.record_heartbeat(0, beat, now)
+    chronicle.record_incident("hang", 36.5)
+    recovered = chronicle.commit({0}, generation=2, commit=3, now=37.0)
+    assert recovered
+    assert recovered.pause_s == pytest.approx(4.0)
+    chronicle.record_incident("hang", 37.0)
+    recovered = chronicle.commit({0}, generation=3, commit=4, now=40.0)
+    assert recovered
+    assert recovered.pause_s == pytest.approx(2.0)
+
+
 def test_steps_are_at_risk_until_a_checkpoint_holds_them_also_after_a_restart():
     chronicle = RunMetrics(rows_per_step=10)
     resumed = TrainState(step=40, reached=DataPosition(1, 0), rows_trained=400, commit=4).ledger

@@ -13,7 +13,7 @@ num_printed=0
 wait_for() {
     local events
     while true; do
-        events="$("$shardloom" events "$job")" || exit
+        events="$(FORCE_COLOR= "$shardloom" events "$job")" || exit
         tail -n "+$((num_printed + 1))" <<<"$events"
         num_printed="$(wc -l <<<"$events")"
         [ "$(grep -c "^[0-9:]*  $1 " <<<"$events")" -lt "$2" ] || return 0

@@ -254,7 +254,7 @@ def set_quotas(
 ) -> None:
     """Set quotas of a project; what runs already is left to run.
 
-    One that is not given stays as it is; without one there is no limit.
+    One that is not given stays as it is; `projects remove` lifts both.
     """
     given = {"max_workers": max_workers, "max_running_jobs": max_running_jobs}
     for known in client.projects():

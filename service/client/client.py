@@ -106,9 +106,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
         Raises `InvalidRequest` for one that cannot be unpacked safely.
         """
         headers = {"Content-Type": "application/zip"}
-        return self._request(
-            "POST", "/v1/code", CodeSummary, repeatable=True, content=archive, headers=headers
-        )
+        options = {"content": archive, "headers": headers, "is_change": False}
+        return self._request("POST", "/v1/code", CodeSummary, repeatable=True, **options)
 
     def plan(self, spec: Spec) -> JobPlan:
         """Check a spec without creating a job, and say which groups it would form."""

@@ -31,7 +31,7 @@ class ServiceUnreachable(ShardloomError):
     def __str__(self) -> str:
         told = super().__str__()
         if self.may_have_arrived:
-            told += "; it may have arrived: look, as with `shardloom ps`, before repeating it"
+            told += "; the request may have arrived: look (`shardloom ps`) before repeating it"
         return told
 
 

@@ -305,14 +305,14 @@ class Connection:
     ) -> httpx.Response:
         """Send a request, again while its failures are transient if it is `repeatable`.
 
-        Without an answer, the error of one that `is_change` (None: each but a GET) says whether any
-        try may have arrived.
+        Without an answer, the error of one that `is_change` (None: each POST) says whether any try
+        may have arrived.
         After `deadline` (of the clock) it is not sent again, nor waited for longer than
         `_LAST_LOOK_S`. The answer is read, or written to `target`, which is replaced once all is
         there (raises OSError). `content` is as in `httpx.Client.request`.
         """
         budget, may_have_arrived = self._budget(patience_s, deadline), False
-        is_change = method != "GET" if is_change is None else is_change
+        is_change = method == "POST" if is_change is None else is_change
         while True:
             if deadline < math.inf:
                 left_s = max(deadline - self._clock(), _LAST_LOOK_S)
@@ -325,7 +325,10 @@ class Connection:
                         _save(response, target)
                     return response
             except ShardloomError as error:
-                may_have_arrived |= is_change and not isinstance(error.__cause__, _NEVER_SENT)
+                is_answer = isinstance(error, ProblemError | UnexpectedAnswer)
+                is_refused = is_answer and error.status == httpx.codes.TOO_MANY_REQUESTS
+                is_sent = not (is_refused or isinstance(error.__cause__, _NEVER_SENT))
+                may_have_arrived |= is_change and is_sent
                 if isinstance(error, ServiceUnreachable):
                     error.may_have_arrived = may_have_arrived
                 if not repeatable or not is_transient(error) or self._clock() >= deadline:

@@ -109,7 +109,7 @@ def _place_problem(
 def _lacks_checkpoint(folder: Path, field: str) -> FieldProblem | None:
     """That a folder neither is a checkpoint nor holds any, as far as its first entries tell."""
     # A job that is named by its own folder may be still to save.
-    if folder == RunDir(folder.parent).checkpoints_dir or RunDir(folder).checkpoints_dir.is_dir():
+    if folder == RunDir(folder.parent).checkpoints_dir or RunDir(folder).job_path.is_file():
         return None
     with os.scandir(folder) as entries:
         places = ["", *(each.name for each in islice(entries, MAX_ENTRIES))]

@@ -99,6 +99,8 @@ class SweepRunner:
         live = self.store.list_live()
         if not live:
             return
+        # An older version of the service does nothing to sweeps that a newer one migrated.
+        self.jobs.ping()
         with hold_lock(self.store, _LOCK, self.settings.replica_id, self.clock(), _LOCK_S) as lock:
             if lock is None:
                 return

@@ -31,7 +31,7 @@ _MAX_ENUM = 1000
 # A larger integer counts nothing: a float of 64 bits would not tell it from the next.
 _MAX_COUNT = 2**53
 # Integers that are numbers by their names.
-_COUNT_NAME = re.compile(r"(^|_)int_?\d*$|count|num|age")
+_COUNT_NAME = re.compile(r"(^|_)(int_?\d*$|age(_|$))|(?<!ac)count|num")
 # What pandas stores of the numbers of rows.
 _INDEX_NAME = re.compile(r"__index_level_\d+__|Unnamed: 0")
 # A column of numbers may hold this share of other words, one of lists holds as many bars.
@@ -186,9 +186,9 @@ def _is_id(column: ColumnReport, sizes: dict[str, int]) -> bool:
     least, most = column.minimum or 0, column.maximum or 0
     if max(-least, most) > _MAX_COUNT:
         return True
-    if least < 0 or _COUNT_NAME.search(column.name.lower()):
-        return False
-    return bool(_ID_NAME.search(column.name)) or column.num_distinct <= _MAX_ENUM
+    if least < 0 or _ID_NAME.search(column.name):
+        return least >= 0
+    return column.num_distinct <= _MAX_ENUM and not _COUNT_NAME.search(column.name.lower())
 
 
 def _feature(

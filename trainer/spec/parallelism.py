@@ -243,7 +243,9 @@ class ParallelismSpec(SpecModel):
 
     @property
     def spare_workers(self) -> int:
-        """Workers of the spare groups, at least: while L is `auto` one each."""
+        """Workers of the spare groups, at least: while L is `auto` one each. One copy has none."""
+        if self.is_single_copy:
+            return 0
         return self.spares * (1 if self.shard_group_size == "auto" else self.shard_group_size)
 
     @property

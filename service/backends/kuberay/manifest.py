@@ -101,7 +101,8 @@ def size_of(spec: JobSpec, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
                 )
             least = max(parallelism.num_hosts_needed, math.ceil(parallelism.min_workers / fitting))
             most = max(least, math.ceil(parallelism.world_size / fitting))
-            spares = max(parallelism.spares, math.ceil(parallelism.spare_workers / fitting))
+            spares = math.ceil(parallelism.spare_workers / fitting)
+            spares = max(parallelism.spares, spares) if spares else 0
             return ClusterSize(shape, fitting, least + spares, most + spares)
     gpu = " and a GPU" if resources.device == "cuda" else ""
     wanted = f"{resources.cpus_per_worker:g} CPU(s){gpu}"

@@ -108,6 +108,7 @@ def test_a_folder_to_start_from_that_is_not_there_or_holds_none_is_refused(
     for folder in (run_dir / "checkpoints", saved):
         folder.mkdir(parents=True)
     (saved / "COMMIT.json").touch()
+    (run_dir / "job.json").touch()  # of a job that may be still to save
     for folder in (run_dir, run_dir / "checkpoints", saved, saved.parent):
         document = spec_document(checkpoint={"warm_start": {"path": str(folder)}})
         assert api.http.post("/v1/jobs", json={"spec": document}).status_code == 201

@@ -171,7 +171,9 @@ def test_a_submit_is_repeated_with_its_own_idempotency_key():
 def test_a_change_without_an_answer_says_when_it_may_have_arrived():
     lost, refused = httpx.ReadError("reset"), httpx.ConnectError("refused")
 
-    def told(call: Callable[[ShardloomClient], object], *failures: Exception) -> str:
+    def told(
+        call: Callable[[ShardloomClient], object], *failures: Exception | httpx.Response
+    ) -> str:
         client = Script(*failures).client(num_retries=len(failures) - 1)
         with pytest.raises(ServiceUnreachable) as caught:
             call(client)
@@ -181,6 +183,7 @@ def test_a_change_without_an_answer_says_when_it_may_have_arrived():
         return client.submit(spec_document())
 
     assert "may have arrived" in told(submit, lost, refused)
+    assert "may have arrived" not in told(submit, httpx.Response(429), refused)
     assert "may have arrived" in told(lambda client: client.cancel("ratings"), lost)
     assert "arrived" not in told(submit, refused, httpx.ConnectTimeout("slow"))
     assert "arrived" not in told(lambda client: client.get_job("ratings"), lost, refused)

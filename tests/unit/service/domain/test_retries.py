@@ -139,6 +139,7 @@ def test_a_quota_that_leaves_one_copy_holds_whatever_was_asked_of_several() -> N
     )
     one_copy = with_parallelism(job.spec, workers={"min": 4, "max": 4})
     assert one_copy is not None and one_copy.parallelism.num_replicas == 1
+    assert (job.spec.parallelism.spare_workers, one_copy.parallelism.spare_workers) == (4, 0)
 
 
 def test_only_groups_that_divide_the_workers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,10 +256,12 @@ def test_integers_that_count_nothing_are_ids_and_many_others_are_doubted(tmp_pat
     numbers = np.arange(4000)
     columns = {"user": numbers // 2 + 2**60, "signed": -(2**62) + numbers // 2 * 2**40}
     columns |= {"item": numbers // 2 * 1000, "num_views": numbers // 2, "y": numbers % 2}
+    columns |= {"account_id": numbers // 2 * 10}
     pl.DataFrame(columns).write_parquet(tmp_path / "a.parquet")
     (report,) = inspect(tmp_path)
     found = {each.name: each for each in spec_of(report, tmp_path).features}
-    for name, kind in {"user": "id", "signed": "id", "item": "dense", "num_views": "dense"}.items():
+    kinds = {"user": "id", "signed": "id", "account_id": "id", "item": "dense"}
+    for name, kind in (kinds | {"num_views": "dense"}).items():
         assert (found[name].type, found[name].hashing is not None) == (kind, kind == "id")
     (doubt,) = report.suggestion.notes
     assert doubt.startswith("item: many distinct integers: if they name things, make it `type: id`")

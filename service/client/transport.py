@@ -325,9 +325,9 @@ class Connection:
                         _save(response, target)
                     return response
             except ShardloomError as error:
-                is_answer = isinstance(error, ProblemError | UnexpectedAnswer)
-                is_refused = is_answer and error.status == httpx.codes.TOO_MANY_REQUESTS
-                is_sent = not (is_refused or isinstance(error.__cause__, _NEVER_SENT))
+                is_sent = not isinstance(error.__cause__, _NEVER_SENT)
+                if isinstance(error, ProblemError | UnexpectedAnswer):
+                    is_sent = error.status != httpx.codes.TOO_MANY_REQUESTS
                 may_have_arrived |= is_change and is_sent
                 if isinstance(error, ServiceUnreachable):
                     error.may_have_arrived = may_have_arrived

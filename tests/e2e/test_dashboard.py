@@ -161,7 +161,7 @@ def test_jobs_are_found_selected_and_compared(
     assert settled_picture(chart) != before
     with page.expect_download() as download:
         chart.get_by_role("button", name="CSV").click()
-    assert download.value.path().read_text().startswith("step,time,train/loss")
+    assert download.value.path().read_text().startswith("job,step,time,train/loss")
     left_out = page.url.replace(f"{other.id},", "").replace(f",{other.id}", "")
     page.get_by_role("link", name="Leave out nightly").click()
     expect(page).to_have_url(left_out)

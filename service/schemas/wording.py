@@ -414,7 +414,7 @@ def _copies_fact(membership: MembershipOut) -> Fact:
         return Fact("Copies alive", text)
     if hosts < needed:
         return Fact("Copies alive", f"{text}; survive needs {needed}", "warn")
-    return Fact("Copies alive", f"{text}; {needed - 1} more may be lost", "good")
+    return Fact("Copies alive", f"{text}; {hosts - 1} more may be lost", "good")
 
 
 def comparison(export: ExportOut) -> str:

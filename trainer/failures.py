@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 # Torch's allocator of device memory, and the runtime, which page-locks memory of the host, too.
 _DEVICE_SIGNS = (
@@ -76,6 +76,7 @@ class EndRule:
     leaves that `auto`. `loss` is how the timeline tells the loss of a group.
     """
 
+    reason: str
     advice: str = ""
     budget: Budget = Budget.NONE
     first_backoff_s: float = 2.0
@@ -88,214 +89,172 @@ class EndRule:
     loss: str = ""
 
 
-_NONE_FOLLOWS = EndRule()
-
-
 class EndReason(StrEnum):
     """Why an attempt, or a job, ended. Stored; the status follows from it."""
 
     rule: EndRule
 
-    def __new__(cls, value: str, rule: EndRule = _NONE_FOLLOWS) -> Self:
-        reason = str.__new__(cls, value)
-        reason._value_, reason.rule = value, rule
+    def __new__(cls, rule: Any) -> Self:
+        reason = str.__new__(cls, rule.reason)
+        reason._value_, reason.rule = rule.reason, rule
         return reason
 
-    COMPLETED = "completed"
-    CANCELLED = "cancelled"
+    COMPLETED = EndRule("completed")
+    CANCELLED = EndRule("cancelled")
     # A pause ends in PAUSED; a job that was resumed meanwhile goes on at once.
-    PAUSED = "paused", EndRule(budget=Budget.FREE, first_backoff_s=0.0)
-    WORKERS_LOST = (
+    PAUSED = EndRule("paused", budget=Budget.FREE, first_backoff_s=0.0)
+    WORKERS_LOST = EndRule(
         "workers_lost",
-        EndRule(
-            "Read the end of the lost rank's log. A crash that comes back is not mended by more "
-            "retries; if machines come and go, raise retry.max_failures.",
-            Budget.USER,
-            restarts_workers=True,
-            blames_hosts=True,
-            loss="its workers ended",
-        ),
+        "Read the end of the lost rank's log. A crash that comes back is not mended by more "
+        "retries; if machines come and go, raise retry.max_failures.",
+        Budget.USER,
+        restarts_workers=True,
+        blames_hosts=True,
+        loss="its workers ended",
     )
-    DRIVER_LOST = (
+    DRIVER_LOST = EndRule(
         "driver_lost",
-        EndRule(
-            "Read the end of the driver's log and look at the cluster's head node: did it run out "
-            "of memory, or was it restarted?",
-            Budget.USER,
-        ),
+        "Read the end of the driver's log and look at the cluster's head node: did it run out "
+        "of memory, or was it restarted?",
+        Budget.USER,
     )
     # A cluster that was restarted remembers nothing of what it ran.
-    FORGOTTEN = (
-        "forgotten",
-        EndRule("The cluster was restarted. Nothing in the job needs to change.", Budget.FREE),
+    FORGOTTEN = EndRule(
+        "forgotten", "The cluster was restarted. Nothing in the job needs to change.", Budget.FREE
     )
-    SUBMISSION_REFUSED = (
+    SUBMISSION_REFUSED = EndRule(
         "submission_refused",
-        EndRule("Ask whoever runs the cluster: it refuses this submission, and would again."),
+        "Ask whoever runs the cluster: it refuses this submission, and would again.",
     )
-    BAD_SPEC = (
+    BAD_SPEC = EndRule(
         "bad_spec",
-        EndRule(
-            "Correct the field that the message names and submit the job again.", blames_job=True
-        ),
+        "Correct the field that the message names and submit the job again.",
+        blames_job=True,
     )
-    DATA_ERROR = (
+    DATA_ERROR = EndRule(
         "data_error",
-        EndRule(
-            "Correct the data, or the field of the spec, that the message names, and submit the "
-            "job again.",
-            blames_job=True,
-        ),
+        "Correct the data, or the field of the spec, that the message names, and submit the "
+        "job again.",
+        blames_job=True,
     )
     # A mount or an endpoint that is away is often back in minutes; a full disk is soon given up.
-    STORAGE_ERROR = (
+    STORAGE_ERROR = EndRule(
         "storage_error",
-        EndRule(
-            "Check that run storage (SHARDLOOM_RUNS_DIR), checkpoint.path and data.path are "
-            "mounted or answer on every host, that credentials are set, and that disks have room.",
-            Budget.USER,
-            first_backoff_s=30.0,
-            is_suspicious=True,
-        ),
+        "Check that run storage (SHARDLOOM_RUNS_DIR), checkpoint.path and data.path are "
+        "mounted or answer on every host, that credentials are set, and that disks have room.",
+        Budget.USER,
+        first_backoff_s=30.0,
+        is_suspicious=True,
     )
-    TRAINING_ERROR = (
+    TRAINING_ERROR = EndRule(
         "training_error",
-        EndRule(
-            "Read the end of the log of the rank that the message names.",
-            is_suspicious=True,
-            blames_job=True,
-        ),
+        "Read the end of the log of the rank that the message names.",
+        is_suspicious=True,
+        blames_job=True,
     )
-    USER_CODE = (
+    USER_CODE = EndRule(
         "user_code",
-        EndRule(
-            "Mend the code of model.module where the traceback shows it, and submit the job again "
-            "with --code.",
-            blames_job=True,
-        ),
+        "Mend the code of model.module where the traceback shows it, and submit the job again "
+        "with --code.",
+        blames_job=True,
     )
     # Code that was upgraded under a driver is that of the next one, too.
-    VERSION_MISMATCH = (
+    VERSION_MISMATCH = EndRule(
         "version_mismatch",
-        EndRule(
-            "Install the same versions on the service and on every host of the cluster, and "
-            "restart Ray where it ran meanwhile (one machine: `shardloom down`, `shardloom up`).",
-            Budget.USER,
-            is_suspicious=True,
-            avoids_host=True,
-        ),
+        "Install the same versions on the service and on every host of the cluster, and "
+        "restart Ray where it ran meanwhile (one machine: `shardloom down`, `shardloom up`).",
+        Budget.USER,
+        is_suspicious=True,
+        avoids_host=True,
     )
     # Copies are equal again after a checkpoint is loaded, which only equal copies write.
-    DIVERGED = (
+    DIVERGED = EndRule(
         "diverged",
-        EndRule(
-            "Copies of a shard came out unequal again and again. Look for failing memory on the "
-            "host of the ranks that the timeline names.",
-            Budget.USER,
-            restarts_workers=True,
-        ),
+        "Copies of a shard came out unequal again and again. Look for failing memory on the "
+        "host of the ranks that the timeline names.",
+        Budget.USER,
+        restarts_workers=True,
     )
-    HANG = (
+    HANG = EndRule(
         "hang",
-        EndRule(
-            "Look at the log of the rank that hangs and at its host. If one step may take that "
-            "long, raise recovery.min_hang_s or recovery.hang_factor.",
-            Budget.USER,
-            restarts_workers=True,
-            blames_hosts=True,
-            avoids_host=True,
-        ),
+        "Look at the log of the rank that hangs and at its host. If one step may take that "
+        "long, raise recovery.min_hang_s or recovery.hang_factor.",
+        Budget.USER,
+        restarts_workers=True,
+        blames_hosts=True,
+        avoids_host=True,
     )
-    DEVICE_OOM = (
+    DEVICE_OOM = EndRule(
         "device_oom",
-        EndRule(
-            "Lower data.batch_size, or raise parallelism.shard_group_size (with workers), so that "
-            "each device holds less of the tables.",
-            Budget.USER,
-            restarts_workers=True,
-            blames_hosts=True,
-            needs_memory=True,
-            loss="a device ran out of memory",
-        ),
+        "Lower data.batch_size, or raise parallelism.shard_group_size (with workers), so that "
+        "each device holds less of the tables.",
+        Budget.USER,
+        restarts_workers=True,
+        blames_hosts=True,
+        needs_memory=True,
+        loss="a device ran out of memory",
     )
-    HOST_OOM = (
+    HOST_OOM = EndRule(
         "host_oom",
-        EndRule(
-            "Lower data.batch_size, raise parallelism.shard_group_size (with workers), or place "
-            "fewer workers on a host with resources.cpus_per_worker.",
-            Budget.USER,
-            restarts_workers=True,
-            blames_hosts=True,
-            needs_memory=True,
-            loss="its host ran out of memory",
-        ),
+        "Lower data.batch_size, raise parallelism.shard_group_size (with workers), or place "
+        "fewer workers on a host with resources.cpus_per_worker.",
+        Budget.USER,
+        restarts_workers=True,
+        blames_hosts=True,
+        needs_memory=True,
+        loss="its host ran out of memory",
     )
-    HOST_LOST = (
+    HOST_LOST = EndRule(
         "host_lost",
-        EndRule(
-            "Nothing in the job needs to change. To train through the loss of a host, set "
-            "parallelism.survive.hosts and checkpoint more often.",
-            Budget.FREE,
-            restarts_workers=True,
-            blames_hosts=True,
-            avoids_host=True,
-            loss="its host stopped answering",
-        ),
+        "Nothing in the job needs to change. To train through the loss of a host, set "
+        "parallelism.survive.hosts and checkpoint more often.",
+        Budget.FREE,
+        restarts_workers=True,
+        blames_hosts=True,
+        avoids_host=True,
+        loss="its host stopped answering",
     )
-    PREEMPTED = (
+    PREEMPTED = EndRule(
         "preempted",
-        EndRule(
-            "Nothing in the job needs to change. If machines are often taken away, set "
-            "parallelism.survive.hosts and checkpoint more often.",
-            Budget.FREE,
-            restarts_workers=True,
-            loss="its host was taken away",
-        ),
+        "Nothing in the job needs to change. If machines are often taken away, set "
+        "parallelism.survive.hosts and checkpoint more often.",
+        Budget.FREE,
+        restarts_workers=True,
+        loss="its host was taken away",
     )
-    NON_FINITE = (
+    NON_FINITE = EndRule(
         "non_finite",
-        EndRule(
-            "Lower optimizer.sparse.lr or optimizer.dense.lr, add a warm-up (optimizer.schedule), "
-            "or look for outliers in the data.",
-            blames_job=True,
-        ),
+        "Lower optimizer.sparse.lr or optimizer.dense.lr, add a warm-up (optimizer.schedule), "
+        "or look for outliers in the data.",
+        blames_job=True,
     )
     # Bad rows are left out from then on; too many of them are no accident.
-    ROWS_SKIPPED = (
+    ROWS_SKIPPED = EndRule(
         "rows_skipped",
-        EndRule(
-            "The loss or a gradient became NaN on ever more rows: lower optimizer.sparse.lr or "
-            "optimizer.dense.lr, add a warm-up (optimizer.schedule), or look for outliers in the "
-            "data.",
-            Budget.USER,
-            restarts_workers=True,
-            blames_job=True,
-        ),
+        "The loss or a gradient became NaN on ever more rows: lower optimizer.sparse.lr or "
+        "optimizer.dense.lr, add a warm-up (optimizer.schedule), or look for outliers in the data.",
+        Budget.USER,
+        restarts_workers=True,
+        blames_job=True,
     )
-    NO_ROOM = (
+    NO_ROOM = EndRule(
         "no_room",
-        EndRule(
-            "Add hosts, free some, or lower parallelism.workers.min or parallelism.survive.hosts.",
-            Budget.FREE,
-            first_backoff_s=10.0,
-        ),
+        "Add hosts, free some, or lower parallelism.workers.min or parallelism.survive.hosts.",
+        Budget.FREE,
+        first_backoff_s=10.0,
     )
     # The service took the other attempt for ended; its processes only need longer than it thought.
-    RUN_IN_USE = (
+    RUN_IN_USE = EndRule(
         "run_in_use",
-        EndRule(
-            "Another attempt still writes to this run folder. The job is tried again; should that "
-            "attempt not end, stop the process that the message names.",
-            Budget.FREE,
-            first_backoff_s=30.0,
-        ),
+        "Another attempt still writes to this run folder. The job is tried again; should that "
+        "attempt not end, stop the process that the message names.",
+        Budget.FREE,
+        first_backoff_s=30.0,
     )
-    RETRIES_EXHAUSTED = (
+    RETRIES_EXHAUSTED = EndRule(
         "retries_exhausted",
-        EndRule(
-            "The reason of the last attempt says what to change; raise retry.max_failures only if "
-            "such failures are to be expected."
-        ),
+        "The reason of the last attempt says what to change; raise retry.max_failures only if "
+        "such failures are to be expected.",
     )
 
 

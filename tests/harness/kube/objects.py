@@ -271,16 +271,6 @@ def invalid(resource: Resource, name: str, field: str, why: str) -> ApiError:
     return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {field}: {why}')
 
 
-def bad_request(message: str) -> ApiError:
-    """The request cannot be understood."""
-    return ApiError(400, "BadRequest", message)
-
-
-def no_such_path() -> ApiError:
-    """Nothing is served there; without details it is answered in plain text."""
-    return ApiError(404, "NotFound", "the server could not find the requested resource")
-
-
 # ---- the store
 
 
@@ -497,7 +487,9 @@ def check_valid(manifest: Manifest, resource: Resource, *, is_strict: bool) -> N
     for error in validator.iter_errors(manifest) if validator else ():
         is_unknown = error.validator == "additionalProperties"
         if is_unknown and is_strict:
-            raise bad_request(f"strict decoding error: {error.json_path}: {error.message}")
+            raise ApiError(
+                400, "BadRequest", f"strict decoding error: {error.json_path}: {error.message}"
+            )
         if not is_unknown:
             field = error.json_path.removeprefix("$.")
             raise invalid(resource, name, field, f"Invalid value: {error.message}")
@@ -508,7 +500,8 @@ def _typed(body: Any, resource: Resource) -> Manifest:
     for name, wanted in (("apiVersion", resource.api_version), ("kind", resource.kind)):
         said = body.get(name, None if resource.validator else wanted)
         if said != wanted:
-            raise bad_request(f"the {name} in the data ({said}) is not the expected {wanted}")
+            message = f"the {name} in the data ({said}) is not the expected {wanted}"
+            raise ApiError(400, "BadRequest", message)
     kind = {"apiVersion": resource.api_version, "kind": resource.kind}
     return {**body, **kind, "metadata": dict(body.get("metadata") or {})}
 

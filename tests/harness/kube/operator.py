@@ -502,26 +502,14 @@ def operator_for(cluster: KubeCluster, **options: Any) -> Iterator[RayJobOperato
 
 
 class KueueStandIn:
-    """Kueue as a RayJob sees it: held back by `suspend` until it is admitted.
+    """Kueue as a RayJob sees it that was made suspended: held back until it is admitted.
 
-    In an API server of ours it acts as Kueue's webhook too: a RayJob with a queue is suspended as
-    it is created. In a real one without Kueue, whoever creates it must suspend it. There are no
-    Workload objects and no quotas: the test admits and evicts.
+    There are no webhook, Workload objects and quotas: the test admits and evicts.
     """
-
-    QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
     def __init__(self, cluster: KubeCluster) -> None:
         self._custom = client.CustomObjectsApi(cluster.operator_client())
         self._namespace = cluster.namespace
-        if cluster.server is not None:
-            cluster.server.mutators.append(self._suspended)
-
-    def _suspended(self, manifest: Manifest) -> Manifest:
-        labels = manifest["metadata"].get("labels") or {}
-        if manifest["kind"] != "RayJob" or self.QUEUE_LABEL not in labels:
-            return manifest
-        return {**manifest, "spec": {**manifest["spec"], "suspend": True}}
 
     def admit(self, name: str) -> None:
         """Let a RayJob start."""

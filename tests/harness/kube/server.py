@@ -6,9 +6,9 @@
 What is enforced of objects, and what not, is in `objects`. Requests are authenticated by bearer
 token and authorized by rules of roles; who shows none is `anonymous`. Server-side apply is that of
 the only manager of all fields. Not there: pages, strategic merge patches (they are applied as merge
-patches, which replace lists), protobuf, admission webhooks (but for `mutators`), PodSecurity, node
-and scheduler, namespaces that end slowly, schemas in OpenAPI documents. A request that no client of
-ours makes is a crash, which fails the test.
+patches, which replace lists), protobuf, admission webhooks, PodSecurity, node and scheduler,
+namespaces that end slowly, schemas in OpenAPI documents. A request that no client of ours makes is
+a crash, which fails the test.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ from tests.harness.kube.objects import (
     LOG,
     ApiError,
     GarbageCollector,
-    Manifest,
     Resource,
     Store,
     Target,
     Verbs,
     discovery,
     forbidden,
-    no_such_path,
     read_definitions,
     resources_of,
 )
@@ -133,15 +131,13 @@ class Faults:
     """Faults that wait for a request. Verbs are those of Kubernetes (create, list, watch, ...).
 
     `away()` is an API server that is not there (connections are refused, open ones break),
-    `back()` its return at the same address; `wake` tells watches to look up.
+    `back()` its return at the same address.
     """
 
     away: Callable[[], None]
     back: Callable[[], None]
-    wake: Callable[[], None]
     _waiting: list[Fault] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _drop: threading.Event = field(default_factory=threading.Event)
 
     def fail(
         self,
@@ -159,23 +155,11 @@ class Faults:
         """Do the next matching request, but hang up instead of answering."""
         self._add(Fault(verb, path, 1))
 
-    def drop_watches(self) -> None:
-        """Break all watches that are open now, mid-stream."""
-        with self._lock:
-            self._drop.set()
-            self._drop = threading.Event()
-        self.wake()
-
     def clear(self) -> None:
         """Inject nothing more; a server that is away comes back."""
         with self._lock:
             self._waiting.clear()
         self.back()
-
-    def watch_lease(self) -> threading.Event:
-        """Set when watches that are open now are to break."""
-        with self._lock:
-            return self._drop
 
     def take(self, verb: str, path: str) -> list[Fault]:
         """Faults that befall a request; each is used up by one."""
@@ -197,19 +181,19 @@ class Faults:
 class KubeApiServer:
     """The server, on a loopback port of its own while the context lasts.
 
-    `requests` are those of everybody but the operator. `mutators` change objects as they are
-    created, as webhooks do.
+    `requests` are those of everybody but the operator.
     """
 
     def __init__(self) -> None:
         self.store = Store()
         self.verbs = Verbs(self.store)
-        self.faults = Faults(away=self._go_away, back=self._come_back, wake=self._wake)
+        self.faults = Faults(away=self._go_away, back=self._come_back)
+        # Set when watches that are open now are to break.
+        self.dropped = threading.Event()
         self.requests: list[str] = []
         self.crashes: list[Exception] = []
-        self.mutators: list[Callable[[Manifest], Manifest]] = []
         self.anonymous: User | None = None
-        self._resources = list(BUILT_IN)
+        self.resources = list(BUILT_IN)
         self._users: dict[str, User] = {}
         self.admin_token = self._issue(ADMIN)
         self.operator_token = self._issue(User(OPERATOR, None, (_ADMIN_RULE,)))
@@ -238,9 +222,8 @@ class KubeApiServer:
             raise ExceptionGroup("requests that the API server failed on", crashes)
 
     def restore(self) -> None:
-        """Forget faults, webhooks and noted requests, and serve all definitions again."""
+        """Forget faults and noted requests, and serve all definitions again."""
         self.faults.clear()
-        self.mutators.clear()
         self.requests.clear()
         self.anonymous = None
         self._serve_definitions()
@@ -248,7 +231,7 @@ class KubeApiServer:
     def _serve_definitions(self) -> None:
         for definition in read_definitions():
             if self.find(definition["metadata"]["name"]) is None:
-                self._resources += resources_of(definition)
+                self.resources += resources_of(definition)
 
     @property
     def url(self) -> str:
@@ -312,16 +295,11 @@ class KubeApiServer:
             for key in self.store.everything():
                 if key[0] == name:
                     self.store.remove(key)
-            self._resources = [each for each in self._resources if each.qualified != name]
-
-    @property
-    def resources(self) -> list[Resource]:
-        """All kinds that are served."""
-        return self._resources
+            self.resources = [each for each in self.resources if each.qualified != name]
 
     def find(self, qualified: str) -> Resource | None:
         """A kind by its qualified name."""
-        return next((each for each in self._resources if each.qualified == qualified), None)
+        return next((each for each in self.resources if each.qualified == qualified), None)
 
     # ---- what a path says
 
@@ -338,7 +316,7 @@ class KubeApiServer:
             namespace, rest = rest[1], rest[2:]
         plural, name, subresource = [*rest, "", ""][:3]
         group = where[1] if root == 3 else ""
-        found = [each for each in self._resources if (_root(each), each.plural) == (where, plural)]
+        found = [each for each in self.resources if (_root(each), each.plural) == (where, plural)]
         verb = (_ON_ONE if name else _ON_MANY)[method]
         if verb == "list" and query.get("watch") in ("1", "true", "True"):
             verb = "watch"
@@ -358,7 +336,10 @@ class KubeApiServer:
         for connection in open_now:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        self.faults.drop_watches()
+        self.dropped.set()
+        self.dropped = threading.Event()
+        with self.store.changed:
+            self.store.changed.notify_all()
 
     def _come_back(self) -> None:
         with self._lock:
@@ -370,10 +351,6 @@ class KubeApiServer:
         threading.Thread(
             target=listener.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         ).start()
-
-    def _wake(self) -> None:
-        with self.store.changed:
-            self.store.changed.notify_all()
 
     def opened(self, connection: socket.socket) -> None:
         """Note a connection, so that it can be broken."""
@@ -461,7 +438,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not user.may(verb, target):
             raise _refusal(user, verb, target)
         if not target.resource.kind:
-            raise no_such_path()
+            # Without details, so that it is answered in plain text.
+            raise ApiError(404, "NotFound", "the server could not find the requested resource")
         if verb == "watch":
             self._stream(target, query)
             return
@@ -489,8 +467,6 @@ class _Handler(BaseHTTPRequestHandler):
             wanted = watch.selection(target.resource, target.namespace, query)
             return watch.listed(self.kube.store, wanted)
         if verb == "create":
-            for mutate in self.kube.mutators:
-                body = mutate(body)
             return verbs.create(target, body, is_strict=is_strict)
         if verb == "update":
             return verbs.update(target, body, is_strict=is_strict)
@@ -510,7 +486,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             raise ApiError(422, "Invalid", why)
         wanted = watch.selection(target.resource, target.namespace, query)
-        dropped = self.kube.faults.watch_lease()
+        dropped = self.kube.dropped
         timeout_s = float(query.get("timeoutSeconds") or _DEFAULT_WATCH_S)
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

@@ -30,7 +30,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainer.protocol.events import PHASES
+from trainer.protocol.events import PHASES, SyncIntervalChanged
 from trainer.spec.parallelism import SyncSpec
 
 _LEAST_SAVING = 0.2  # of a step's part of a sync, for which a longer interval is worth its while
@@ -242,15 +242,21 @@ class SyncTuner:
         """All ranks know what is wanted."""
         self._agreed = every_steps
 
-    def take_effect(self) -> tuple[int, str]:
-        """Move the interval to what was agreed: (the one before, why, on rank 0 only).
-
-        No reason where it stays as it is.
-        """
+    def take_effect(self, now: float, step: int) -> SyncIntervalChanged | None:
+        """Move the interval to what was agreed; where it moves, what rank 0 tells of it."""
         before, decision = self.every_steps, self._decision
         if self._agreed == before:
-            return before, ""
+            return None
         self._seen.clear()
         self._num_to_skip, self._decision = self._num_mixed, None
-        self.state = decision.state if decision else replace(self.state, every_steps=self._agreed)
-        return before, decision.reason if decision else ""
+        if decision is None:
+            self.state = replace(self.state, every_steps=self._agreed)
+            return None
+        self.state = decision.state
+        return SyncIntervalChanged(
+            time=now,
+            step=step,
+            every_steps_before=before,
+            every_steps=self.every_steps,
+            reason=decision.reason,
+        )

@@ -393,17 +393,8 @@ class Session:
 
     def _move_interval(self) -> None:
         """After a sync: take the interval that all ranks have agreed on."""
-        before, reason = self.tuner.take_effect()
-        if reason:
-            self.emit(
-                events.SyncIntervalChanged(
-                    time=time.time(),
-                    step=self.state.step,
-                    every_steps_before=before,
-                    every_steps=self.tuner.every_steps,
-                    reason=reason,
-                )
-            )
+        if moved := self.tuner.take_effect(time.time(), self.state.step):
+            self.emit(moved)
 
     def _check_divergence(self) -> None:
         """Compare what a sync has made equal, if the job asks for that. Collective over all ranks.
@@ -415,16 +406,8 @@ class Session:
         if not guard or not found:
             return
         for each in found:
-            self.emit(
-                events.Divergence(
-                    time=time.time(),
-                    step=self.state.step,
-                    table=each.table,
-                    shard=each.shard,
-                    ranks=list(each.ranks),
-                    action=guard.action,
-                )
-            )
+            step, action = self.state.step, guard.action
+            self.emit(events.Divergence(time=time.time(), step=step, action=action, **vars(each)))
         if guard.action == "fail":
             raise DivergenceError(found)
         self.sync.renew()

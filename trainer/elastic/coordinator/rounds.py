@@ -613,15 +613,7 @@ class SyncRounds:
         if error is not None:
             tuner.validated(error)
         tuner.agree(tuner.wanted)
-        before, reason = tuner.take_effect()
-        if reason:
-            moved = events.SyncIntervalChanged(
-                time=now,
-                step=self._metrics.step(self.ledger),
-                every_steps_before=before,
-                every_steps=tuner.every_steps,
-                reason=reason,
-            )
+        if moved := tuner.take_effect(now, self._metrics.step(self.ledger)):
             self._effects.append(moved)
         self.ledger = self.ledger.model_copy(update={"tuning": tuner.state})
 

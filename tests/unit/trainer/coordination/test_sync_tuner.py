@@ -49,9 +49,8 @@ def moves(tuner: SyncTuner, reports: Iterator[Callable[[int], Any]]) -> list[tup
     for report in reports:
         tuner.reported(report(tuner.every_steps))
         tuner.agree(tuner.wanted)
-        before, reason = tuner.take_effect()
-        if tuner.every_steps != before:
-            found.append((tuner.every_steps, reason))
+        if moved := tuner.take_effect(0.0, 0):
+            found.append((moved.every_steps, moved.reason))
     return found
 
 
@@ -149,9 +148,9 @@ def test_an_interval_with_which_validation_got_worse_is_not_tried_again() -> Non
     for error in (0.82, float("nan"), 0.801):
         tuner.validated(error)
     tuner.agree(tuner.wanted)
-    before, reason = tuner.take_effect()
-    assert (before, tuner.every_steps) == (4, 1)
-    assert reason == "the validation error is 0.82, and was 0.8 with a sync every 1 steps"
+    moved = tuner.take_effect(0.0, 0)
+    assert moved and (moved.every_steps_before, tuner.every_steps) == (4, 1)
+    assert moved.reason == "the validation error is 0.82, and was 0.8 with a sync every 1 steps"
     assert intervals(tuner, slow) == [1]
     tuner.validated(0.79)
     assert intervals(tuner, slow) == [1]
@@ -176,10 +175,10 @@ def test_ranks_that_are_told_take_the_interval_at_the_same_sync_as_the_rank_that
     for _ in range(first.state.num_reports):
         first.reported(Job().report(1))
     for rank in (first, other):
-        assert rank.take_effect() == (1, ""), "what is decided is not agreed on yet"
+        assert not rank.take_effect(0.0, 0), "what is decided is not agreed on yet"
         rank.agree(first.wanted)
         assert rank.every_steps == 1
-    assert first.take_effect()[1] and not other.take_effect()[1]
+    assert first.take_effect(0.0, 0) and not other.take_effect(0.0, 0)
     assert first.every_steps == other.every_steps == 2
 
 

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -56,29 +56,34 @@ _COPY_CHUNK_BYTES = 8 * 1024 * 1024
 # Two parts of 10 MiB for each of Arrow's 8 threads.
 _UNSENT_BYTES = 160 * 1024 * 1024
 
-Kind = Literal["away", "refused", "no_bucket", "clock", "other"]
-_SIGNS: dict[Kind, re.Pattern[str]] = {
-    "no_bucket": re.compile("NO_SUCH_BUCKET|bucket does not exist"),
-    "clock": re.compile("REQUEST_TIME_TOO_SKEWED|REQUEST_EXPIRED"),
-    "refused": re.compile(
+# What errors of the SDKs (AWS or Google, as worded by Arrow) say, the class and the text of ours.
+_FAULTS: list[tuple[str, type[StorageError], str]] = [
+    (
+        "NO_SUCH_BUCKET|bucket does not exist",
+        StorageRefusedError,
+        "there is no bucket '{bucket}'; make it or name another",
+    ),
+    (
+        "REQUEST_TIME_TOO_SKEWED|REQUEST_EXPIRED",
+        StorageError,
+        "the clock of {host}, or that of the store, is wrong; set it by NTP ({message})",
+    ),
+    (
         "ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|INVALID_CLIENT_TOKEN"
         "|EXPIRED_TOKEN|ExpiredToken|TokenRefreshRequired|InvalidToken|MISSING_AUTHENTICATION"
-        "|HTTP status 40[13]|PERMISSION_DENIED|UNAUTHENTICATED"
+        "|HTTP status 40[13]|PERMISSION_DENIED|UNAUTHENTICATED",
+        StorageRefusedError,
+        "access was denied; set {variables} to credentials that may use '{bucket}' ({message})",
     ),
-    "away": re.compile(
+    (
         "NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|TOO_MANY_REQUESTS|REQUEST_TIMEOUT|UNAVAILABLE"
         "|INTERNAL_FAILURE|INTERNAL_ERROR|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|resolve host"
-        r"|HTTP status (408|429|5\d\d)"
+        r"|HTTP status (408|429|5\d\d)",
+        StorageAwayError,
+        "the endpoint does not answer, or is busy; check {variables} and the network ({message})",
     ),
-}
-
-
-def kind_of(message: str) -> Kind:
-    """Classify an error message of an object store's SDK (AWS or Google, as worded by Arrow)."""
-    for kind, pattern in _SIGNS.items():
-        if pattern.search(message):
-            return kind
-    return "other"
+    ("", StorageError, "{message}; check {variables} and that the bucket '{bucket}' exists"),
+]
 
 
 def seconds_from_environment(variable: str, default_s: float) -> float:
@@ -424,31 +429,14 @@ class Location:
         failed = f"{self} cannot be {action}"
         if self.is_local:
             return StorageError(f"{failed}: {message}")
-        bucket = self.path.split("/", 1)[0]
-        variables = STORES[self.root.removesuffix("://")].variables
-        match kind_of(message):
-            case "no_bucket":
-                return StorageRefusedError(
-                    f"{failed}: there is no bucket '{bucket}'; make it or name another"
-                )
-            case "refused":
-                return StorageRefusedError(
-                    f"{failed}: access was denied; set {variables} to credentials that may use "
-                    f"'{bucket}' ({message})"
-                )
-            case "clock":
-                return StorageError(
-                    f"{failed}: the clock of {socket.gethostname()}, or that of the store, is "
-                    f"wrong; set it by NTP ({message})"
-                )
-            case "away":
-                return StorageAwayError(
-                    f"{failed}: the endpoint does not answer, or is busy; check {variables} and "
-                    f"the network ({message})"
-                )
-        return StorageError(
-            f"{failed}: {message}; check {variables} and that the bucket '{bucket}' exists"
+        _, kind, text = next(fault for fault in _FAULTS if re.search(fault[0], message))
+        told = text.format(
+            message=message,
+            bucket=self.path.split("/", 1)[0],
+            variables=STORES[self.root.removesuffix("://")].variables,
+            host=socket.gethostname(),
         )
+        return kind(f"{failed}: {told}")
 
     def _info(self) -> fs.FileInfo:
         return self.retried("looked up", lambda: self.fs.get_file_info(self.path))

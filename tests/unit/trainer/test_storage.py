@@ -23,7 +23,7 @@ from trainer.errors import (
     StorageRefusedError,
 )
 from trainer.spec.base import is_remote
-from trainer.storage import STORES, Location, kind_of, retry, write_upload
+from trainer.storage import STORES, Location, retry, write_upload
 
 
 def test_a_file_is_written_listed_read_and_deleted(tmp_path):
@@ -250,23 +250,25 @@ def test_the_time_in_which_an_upload_went_well_is_no_part_of_the_budget() -> Non
 
 
 def test_messages_of_the_sdks_are_told_apart() -> None:
-    for kind, messages in {
-        "away": (
+    for (kind, words), messages in {
+        (StorageAwayError, "check AWS_ACCESS_KEY_ID, "): (
             "AWS Error SLOW_DOWN during ListObjectsV2 operation: SlowDown",
             "AWS Error UNKNOWN (HTTP status 503) during HeadObject operation",
             "AWS Error UNKNOWN (HTTP status 429) during HeadObject operation",
             "AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 18",
             "google::cloud::Status(UNAVAILABLE: Retry policy exhausted)",
         ),
-        "refused": (
+        (StorageRefusedError, "credentials that may use 'bucket'"): (
             "AWS Error ACCESS_DENIED during HeadObject operation: No response body.",
             "AWS Error SIGNATURE_DOES_NOT_MATCH during CreateMultipartUpload",
             "AWS Error UNKNOWN (HTTP status 400) during ListObjectsV2 operation: Unable to parse "
             "ExceptionName: ExpiredToken Message: The provided token has expired.",
             "google::cloud::Status(PERMISSION_DENIED: Permanent error)",
         ),
-        "clock": ("AWS Error REQUEST_TIME_TOO_SKEWED during ListObjectsV2 operation: The diff",),
-        "no_bucket": ("AWS Error NO_SUCH_BUCKET during ListObjectsV2 operation",),
-        "other": ("AWS Error UNKNOWN (HTTP status 400) during HeadObject operation",),
+        (StorageError, "clock"): ("AWS Error REQUEST_TIME_TOO_SKEWED during HeadObject: The diff",),
+        (StorageRefusedError, "no bucket"): ("AWS Error NO_SUCH_BUCKET during ListObjectsV2",),
+        (StorageError, "exists"): ("AWS Error UNKNOWN (HTTP status 400) during HeadObject",),
     }.items():
-        assert [kind_of(message) for message in messages] == [kind] * len(messages)
+        for message in messages:
+            error = Location.parse("s3://bucket/key?region=x")._storage_error("read", message)
+            assert type(error) is kind and words in str(error)

@@ -33,7 +33,7 @@ from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
 from trainer.protocol.versions import versions_here
-from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
+from trainer.protocol.worker_config import GroupConfig, WorkerConfig
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 
@@ -54,12 +54,12 @@ class AttemptFailed(Exception):
         self.failure = failure
 
 
-def fetch_secrets(http: httpx.Client, url: str, claim: str, **patience: Any) -> SecretEnv:
+def fetch_secrets(http: httpx.Client, url: str, claim: str, **patience: Any) -> dict[str, str]:
     """Claim secrets at a URL of the service, which gives them to one claim; raises `AttemptFailed`.
 
     The claim is the same in every try: an answer may be lost.
     """
-    return SecretEnv(_ask_until(http, url, {"claim": claim}, "secrets", **patience))
+    return dict(_ask_until(http, url, {"claim": claim}, "secrets", **patience))
 
 
 def fetch_token(
@@ -126,7 +126,7 @@ class DriverContext:
     token: str = field(default="", repr=False)
     ca_file: str | None = None
     cluster_max_workers: int | None = None
-    secrets: SecretEnv = field(default_factory=SecretEnv)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     is_mirrored: bool = False
     claim: str = field(default_factory=partial(token_urlsafe, 32), repr=False)
 

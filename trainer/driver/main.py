@@ -380,7 +380,7 @@ def with_secrets(context: DriverContext) -> DriverContext:
     url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"
     with context.connect(POST_TIMEOUT_S) as http:
         secrets = fetch_secrets(http, url, context.claim)
-    os.environ.update(secrets.values)
+    os.environ.update(secrets)
     return replace(context, secrets=secrets)
 
 

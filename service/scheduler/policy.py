@@ -28,7 +28,7 @@ from service.domain.membership import current_membership, sizes_of_job, workers_
 from service.domain.models import Job, JobStatus, Project, QueueState
 from service.domain.retries import MAX_BACKOFF_S
 from service.domain.timeline import counted
-from trainer.layout.hosts import HostFacts
+from trainer.layout.hosts import HostFacts, wants_gpu
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,7 @@ class Capacity:
 
     def demand_of(self, job: Job) -> tuple[float, float]:
         """CPUs and GPUs of one worker: with `device: auto` a GPU where there are enough."""
-        resources = job.spec.resources
-        is_enough = self._num_gpus >= job.spec.parallelism.min_workers
-        wants_gpu = resources.device == "cuda" or (resources.device == "auto" and is_enough)
-        return resources.cpus_per_worker, float(wants_gpu)
+        return job.spec.resources.cpus_per_worker, float(wants_gpu(job.spec, self._num_gpus))
 
     def use_of(self, job: Job, workers: int) -> Use:
         """What so many workers of a job take, and on which hosts as far as reported."""

@@ -167,7 +167,7 @@ class KubeRayBackend(Backend):
         if is_submitted(rayjob):
             return
         try:
-            self._create_secret(submission, rayjob)
+            self._api.create_new(SECRETS, secret_of(submission, rayjob, self._options))
             self._api.patch(RAYJOBS, rayjob["metadata"]["name"], release_of(rayjob))
         except KubeRefused as error:
             with suppress(KubeRefused):
@@ -193,14 +193,6 @@ class KubeRayBackend(Backend):
                 f"{found['metadata']['name']}; delete it, or use a namespace of your own"
             )
         return found
-
-    def _create_secret(self, submission: Submission, rayjob: Manifest) -> None:
-        try:
-            self._api.create(SECRETS, secret_of(submission, rayjob, self._options))
-        except KubeRefused as error:
-            # Other conflicts (a quota that two write at once) leave no Secret.
-            if error.reason != "AlreadyExists":
-                raise
 
     def _refusal(self, error: KubeRefused) -> SubmissionRefused | BackendUnreachable:
         if error.is_conflict or error.is_missing:

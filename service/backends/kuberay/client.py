@@ -119,6 +119,17 @@ class KubeApi:
         query = {"fieldValidation": "Strict"}
         return self._json("create", resource, query=query, body=manifest)
 
+    def create_new(self, resource: Resource, manifest: Mapping[str, Any]) -> bool:
+        """Create an object unless one has its name; whether it was made."""
+        try:
+            self.create(resource, manifest)
+        except KubeRefused as error:
+            # Other conflicts (a quota that two write at once) leave none.
+            if error.reason != "AlreadyExists":
+                raise
+            return False
+        return True
+
     def patch(self, resource: Resource, name: str, change: Mapping[str, Any]) -> Manifest:
         """Merge a change into an object."""
         return self._json("patch", resource, name, body=change)

@@ -11,18 +11,15 @@ import sys
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from service.backends.kuberay.client import SECRETS, KubeApi, KubeRefused
 from service.domain.auth import new_key_text
 from service.errors import BackendUnreachable
 from service.settings import Settings
 
-_NUM_BYTES = 32
 _TIMEOUT_S = 30.0
-
-
-def _random_text() -> str:
-    return secrets.token_hex(_NUM_BYTES)
+_random_text = partial(secrets.token_hex, 32)
 
 
 def _api_key() -> dict[str, str]:
@@ -62,14 +59,8 @@ def make_secrets(api: KubeApi, wanted: Iterable[str]) -> Iterator[str]:
             "metadata": {"name": name, "labels": {"app.kubernetes.io/part-of": "shardloom"}},
             "data": {key: b64encode(value.encode()).decode() for key, value in content.items()},
         }
-        try:
-            api.create(SECRETS, secret)
-            yield f"{name} is made"
-        except KubeRefused as error:
-            # Other conflicts (a quota that two write at once) leave no Secret.
-            if error.reason != "AlreadyExists":
-                raise
-            yield f"{name} is there and stays as it is"
+        is_new = api.create_new(SECRETS, secret)
+        yield f"{name} is made" if is_new else f"{name} is there and stays as it is"
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -35,7 +35,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from service.backends.base import Submission
 from service.errors import SubmissionRefused
-from trainer.layout.hosts import HostFacts
+from trainer.layout.hosts import HostFacts, rooms, wants_gpu
 from trainer.spec.job import JobSpec
 
 Manifest = dict[str, Any]
@@ -45,17 +45,12 @@ Manifest = dict[str, Any]
 class GroupShape:
     """What each pod of a worker group offers to Ray."""
 
-    name: str
-    num_cpus: float
-    num_gpus: float
-    memory_bytes: int
+    pod: HostFacts
     num_hosts: int = 1
 
     def num_fitting(self, spec: JobSpec) -> int:
         """How many workers fit a pod, as whole sharding groups where such must not be split."""
-        fitting = int(self.num_cpus / spec.resources.cpus_per_worker + 1e-6)
-        if self.gives_gpus(spec):
-            fitting = min(fitting, int(self.num_gpus))
+        (fitting,) = rooms(spec, [self.pod], use_gpu=self.gives_gpus(spec))
         parallelism = spec.parallelism
         size = parallelism.shard_group_size
         if not parallelism.num_hosts_needed or size == "auto" or size > fitting:
@@ -64,8 +59,7 @@ class GroupShape:
 
     def gives_gpus(self, spec: JobSpec) -> bool:
         """Whether each worker takes a GPU of the pod."""
-        device = spec.resources.device
-        return device == "cuda" or (device == "auto" and self.num_gpus > 0)
+        return wants_gpu(spec, self.pod.num_gpus, may_grow=True)
 
 
 @dataclass(frozen=True)
@@ -91,12 +85,12 @@ def size_of(spec: JobSpec, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
     resources, parallelism = spec.resources, spec.parallelism
     shapes = [shape_of(group) for group in groups]
     # Machines with GPUs are the last that workers without any are given.
-    for shape in sorted(shapes, key=lambda each: resources.device == "cpu" and each.num_gpus > 0):
+    for shape in sorted(shapes, key=lambda s: resources.device == "cpu" and s.pod.num_gpus > 0):
         fitting = shape.num_fitting(spec)
         if fitting:
             if shape.num_hosts > 1:
                 raise SubmissionRefused(
-                    f"worker group {shape.name} of the cluster template has numOfHosts "
+                    f"worker group {shape.pod.address} of the cluster template has numOfHosts "
                     f"{shape.num_hosts}; clusters of jobs' own are made of groups with 1"
                 )
             least = max(parallelism.num_hosts_needed, math.ceil(parallelism.min_workers / fitting))
@@ -107,7 +101,8 @@ def size_of(spec: JobSpec, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
     gpu = " and a GPU" if resources.device == "cuda" else ""
     wanted = f"{resources.cpus_per_worker:g} CPU(s){gpu}"
     offers = "; ".join(
-        f"{each.name}: {each.num_cpus:g} CPU(s), {each.num_gpus:g} GPU(s)" for each in shapes
+        f"{each.address}: {each.num_cpus:g} CPU(s), {each.num_gpus:g} GPU(s)"
+        for each in (shape.pod for shape in shapes)
     )
     raise SubmissionRefused(
         f"a worker takes {wanted}, which no pod of the cluster template has ({offers or 'none'}); "
@@ -129,13 +124,13 @@ def shape_of(group: Mapping[str, Any]) -> GroupShape:
         gpus = sum(parse_quantity(amounts[name]) for name in amounts if _GPU.search(name))
         # Ray rounds a share of a CPU up.
         cpus = math.ceil(parse_quantity(amounts.get("cpu", 0)))
-        return GroupShape(
-            name=group["groupName"],
+        pod = HostFacts(
+            address=group["groupName"],
             num_cpus=float(start.get("num-cpus", cpus)),
             num_gpus=float(start.get("num-gpus", gpus)),
             memory_bytes=int(start.get("memory", parse_quantity(amounts.get("memory", 0)))),
-            num_hosts=int(group.get("numOfHosts", 1)),
         )
+        return GroupShape(pod, num_hosts=int(group.get("numOfHosts", 1)))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise SubmissionRefused(
             f"a worker group of the cluster template cannot be read ({type(error).__name__}: "
@@ -146,11 +141,8 @@ def shape_of(group: Mapping[str, Any]) -> GroupShape:
 
 def hosts_of(size: ClusterSize) -> tuple[HostFacts, ...]:
     """The hosts of a cluster at its largest, which have no addresses yet."""
-    shape = size.shape
-    return tuple(
-        HostFacts(f"{shape.name}-{index}", shape.num_cpus, shape.num_gpus, shape.memory_bytes)
-        for index in range(size.max_pods)
-    )
+    pod = size.shape.pod
+    return tuple(replace(pod, address=f"{pod.address}-{index}") for index in range(size.max_pods))
 
 
 # ---- RayJob and Secret
@@ -393,7 +385,7 @@ def _groups(groups: list[Manifest], size: ClusterSize, spec: JobSpec) -> list[Ma
     """The group that holds the fewest workers, and those of its kind that may add more."""
     kept = []
     for group in groups:
-        if group["groupName"] == size.shape.name:
+        if group["groupName"] == size.shape.pod.address:
             kept.append(_resized(group, size.min_pods, size.max_pods, size))
         elif size.is_elastic and kept and _is_alike(group, size, spec):
             kept.append(_resized(group, 0, size.max_pods - size.min_pods, size))

@@ -83,11 +83,8 @@ _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
 # A stream that ends sooner was none: a server may refuse each, and a proxy cut each.
 _SHORT_S = 1.0
+# The server does not keep what happened after a version.
 _GONE = 410
-
-
-class WatchExpired(Exception):
-    """The server does not keep what happened after a version: a list must come first."""
 
 
 class RayJobWatch:
@@ -166,8 +163,8 @@ class RayJobWatch:
             if not self._closing.is_set():
                 self._on_turn(self.all())
             return True
-        except (WatchExpired, KubeRefused) as error:
-            is_expired = isinstance(error, WatchExpired) or error.status == _GONE
+        except KubeRefused as error:
+            is_expired = error.status == _GONE
             self._lose()
             if not is_expired and not self._closing.is_set():
                 logger.warning("cannot watch RayJobs, asking for each of them: %s", error)
@@ -179,10 +176,10 @@ class RayJobWatch:
             return False
 
     def _apply(self, event: Manifest) -> None:
-        """Take over an event; raises `WatchExpired`, and `BackendUnreachable` for other errors."""
+        """Take over an event; for errors raises `BackendUnreachable`, or `KubeRefused` with 410."""
         kind, found = event["type"], event["object"]
         if kind == "ERROR" and found.get("code") == _GONE:
-            raise WatchExpired
+            raise KubeRefused(_GONE, "Expired", str(found.get("message")))
         if kind == "ERROR":
             raise BackendUnreachable(f"the watch of RayJobs broke: {found.get('message')}")
         metadata = found["metadata"]

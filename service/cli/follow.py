@@ -93,7 +93,6 @@ def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
 
 
 def show_live(live: Live, job: JobDetail, trouble: str) -> None:
-    """Redraw the display below the events."""
     live.update(live_page(job, trouble), refresh=True)
 
 

@@ -82,7 +82,6 @@ def build_app() -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="Train recommendation models on 2D-sharded embeddings.",
     )
     app.callback()(_root)
     for panel, commands in _COMMANDS.items():

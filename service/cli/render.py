@@ -213,7 +213,6 @@ def phases_line(metrics: Mapping[str, float]) -> str:
 
 
 def compared_table(found: Sequence[ComparedOut]) -> Table:
-    """What the plan predicted, beside what was measured."""
     table = plain_table("", ">Predicted", ">Measured", ">Ratio")
     for each in found:
         table.add_row(each.name, *wording.compared_texts(each))

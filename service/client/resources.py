@@ -46,8 +46,6 @@ class AuditFilters(TypedDict, total=False):
 
 
 class AccessCalls(Connection):
-    """Calls about access."""
-
     def whoami(self) -> WhoAmI:
         """Who one is to the service; raises `NotSignedIn`."""
         return self._get("/v1/whoami", WhoAmI)
@@ -80,8 +78,6 @@ class AccessCalls(Connection):
 
 
 class ExportCalls(Connection):
-    """Ask for exports, wait for them, download them, delete them."""
-
     def request_export(
         self,
         job: str,
@@ -172,8 +168,6 @@ def _log_params(filters: LogFilters) -> dict[str, Any]:
 
 
 class LogCalls(Connection):
-    """Calls about logs."""
-
     def logs(self, job: str, *, after: str | None = None, **filters: Unpack[LogFilters]) -> LogsOut:
         """A piece of a job's logs; `after` takes the `cursor` of an earlier answer."""
         behind = {"after": after, "tail": None} if after else {}
@@ -211,8 +205,6 @@ class LogCalls(Connection):
 
 
 class SweepCalls(Connection):
-    """Calls about sweeps, which search for settings of a spec."""
-
     def create_sweep(
         self,
         spec: Mapping[str, Any],
@@ -260,8 +252,6 @@ class SweepCalls(Connection):
 
 
 class WebhookCalls(Connection):
-    """Calls about webhooks."""
-
     def create_webhook(
         self,
         url: str,

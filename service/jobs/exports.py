@@ -115,7 +115,6 @@ def _remove_deleted(run_dir: RunDir) -> None:
 
 
 def _run_dirs(settings: Settings) -> Iterator[RunDir]:
-    """Folders of jobs that have exports."""
     return (RunDir(path.parent) for path in settings.runs_dir.glob("*/exports"))
 
 

@@ -160,7 +160,6 @@ def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | Non
 
 
 def _missing_column(spec: JobSpec, columns: Collection[str]) -> FieldProblem | None:
-    """A column that a spec reads of prepared data which has `columns`, and not this one."""
     label_of = {f"model.tasks[{n}].label": task.label for n, task in enumerate(spec.model.tasks)}
     if None in label_of.values():
         label_of["data.label"] = spec.data.label
@@ -182,7 +181,6 @@ def _missing_column(spec: JobSpec, columns: Collection[str]) -> FieldProblem | N
 
 
 def _missing_vocabulary(spec: JobSpec) -> FieldProblem | None:
-    """A vocabulary that a feature names and that is not there."""
     for index, feature in enumerate(spec.features):
         file = Path(spec.data.path) / feature.vocabulary_file
         if feature.vocabulary and not file.exists():

@@ -30,8 +30,6 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One row of the process table."""
-
     id: ProcessId
     parent_pid: int
     session: int

@@ -156,7 +156,6 @@ class LocalStack:
         self._children: list[subprocess.Popen[bytes]] = []
 
     def running(self) -> StackState | None:
-        """State of the stack if all of it runs, else None."""
         state = self._own_state()
         return state if state is not None and state.is_running else None
 

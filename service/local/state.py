@@ -82,7 +82,6 @@ class StackHome:
 
     @property
     def ray_dir(self) -> Path:
-        """Ray's folder of sessions, one per stack home."""
         digest = hashlib.sha256(str(self.root).encode()).hexdigest()[:10]
         return Path("/tmp") / f"shardloom-{digest}"
 

@@ -126,7 +126,6 @@ def _add(archive: zipfile.ZipFile, path: str, content: bytes) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files to pack below `folder`, in the order of their names."""
     for path in sorted(folder.iterdir(), key=lambda each: each.name):
         if _is_left_out(path.name) or path.is_symlink():
             continue
@@ -155,7 +154,6 @@ def check(data: bytes) -> CodeSummary:
 
 
 def id_of(data: bytes) -> str:
-    """The id of an archive: the SHA-256 of its bytes, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 

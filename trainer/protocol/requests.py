@@ -117,7 +117,6 @@ def read_rewind(path: Path) -> Rewind | None:
 
 
 def _step_and_attempt(name: str) -> tuple[int, int] | None:
-    """Step and attempt index in the name of a checkpoint's folder."""
     found = re.match(r"step-(\d+)-a(\d+)-", name)
     return (int(found[1]), int(found[2])) if found else None
 

@@ -49,7 +49,6 @@ class FileRecord:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and SHA-256 of one file on a disk."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(path.stat().st_size, digest)
@@ -83,8 +82,6 @@ def trace_name(trace_id: str, rank: int) -> str:
 
 
 class AttemptDir:
-    """Files of one attempt."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         # Trusted, other than what jobs make in it (`trainer.protocol.untrusted`).
@@ -125,8 +122,6 @@ class AttemptDir:
 
 
 class RunDir:
-    """Files of one job, across its attempts."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.runs_dir = root.parent

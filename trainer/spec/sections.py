@@ -82,7 +82,6 @@ class JobSections(SpecModel):
 
     @property
     def sequence_tables(self) -> frozenset[str]:
-        """Names of the tables that sequences look up."""
         return frozenset(f.table for f in self.features if f.is_sequence and f.table)
 
     @property
@@ -222,5 +221,4 @@ class JobSections(SpecModel):
 
     @property
     def sparse_features(self) -> tuple[FeatureSpec, ...]:
-        """Every feature that looks up a table, in spec order."""
         return tuple(feature for feature in self.features if feature.is_sparse)

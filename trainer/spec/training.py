@@ -118,7 +118,6 @@ class SparseOptimizerSpec(SpecModel):
 
     @property
     def changes_untouched_rows(self) -> bool:
-        """Whether a step also changes rows that it did not look up."""
         return self.weight_decay > 0
 
     def state_bytes_per_row(self, embedding_dim: int) -> int:
@@ -141,7 +140,6 @@ class DenseOptimizerSpec(SpecModel):
 
     @property
     def has_growing_moments(self) -> bool:
-        """As that of the tables."""
         return OPTIMIZERS[self.name].grows
 
 

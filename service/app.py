@@ -39,7 +39,6 @@ from service.api.middleware import (
     BodyLimitMiddleware,
     IdempotencyMiddleware,
     RequestLogMiddleware,
-    SecurityHeadersMiddleware,
     TrustedHostMiddleware,
 )
 from service.api.routers import (
@@ -204,7 +203,6 @@ def _add_middleware(
     app.add_middleware(TrustedHostMiddleware, settings=settings)
     # Starlette's own is around all of these: its answers would have no id and be counted nowhere.
     app.add_middleware(ServerErrorMiddleware, handler=answer_unexpected)
-    app.add_middleware(SecurityHeadersMiddleware)
     app.add_middleware(RequestLogMiddleware, telemetry=telemetry)
 
 

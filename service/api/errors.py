@@ -84,6 +84,8 @@ def _path(fault: dict[str, Any]) -> str:
 
 
 def _on_http_error(request: Request, error: HTTPException) -> ProblemResponse:
+    if isinstance(error.__cause__, ServiceError):  # FastAPI's of ours, from where it reads a body
+        return answer_error(request, error.__cause__)
     status = HTTPStatus(error.status_code)
     problem = ServiceError(f"{request.method} {request.url.path}: {error.detail}")
     problem.title, problem.code, problem.status = status.phrase, status.name.lower(), status

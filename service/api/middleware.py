@@ -1,6 +1,6 @@
 """Pure ASGI middleware, in the order in which requests pass it (see `service.app`).
 
-Request ids and metrics, security headers, trusted hosts, body limit, idempotency keys;
+Request ids, metrics and security headers, trusted hosts, body limit, idempotency keys;
 authentication is in `service.api.authentication`. Streamed responses pass through without being
 buffered, except for requests with an idempotency key, whose response is stored before it is sent.
 """
@@ -89,7 +89,8 @@ async def refuse(error: errors.ServiceError, scope: Scope, receive: Receive, sen
 
 
 class RequestLogMiddleware:
-    """Gives each request an id, and counts responses by route, method, status and time to begin.
+    """Gives each request an id and safe headers, and counts responses by route, method, status and
+    time to begin.
 
     The answer and the problem carry the id; what is logged meanwhile carries it as well, with the
     ids of the job and attempt that the path names.
@@ -109,7 +110,10 @@ class RequestLogMiddleware:
 
         async def send_measured(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-ID"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = request_id
+                for name, value in safe_headers(scope["path"], scope["scheme"]).items():
+                    headers.setdefault(name, value)
                 duration_s, status = time.perf_counter() - began, message["status"]
                 # The template, not the path: one series for all jobs.
                 unknown = "(no route)" if "router" in scope else "(before routing)"
@@ -133,29 +137,8 @@ def ids_in(path: str) -> dict[str, str]:
     return {}
 
 
-class SecurityHeadersMiddleware:
-    """Adds security headers to every response that does not set them itself."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in safe_headers(scope["path"], scope["scheme"]).items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
-
-
 def safe_headers(path: str, scheme: str) -> dict[str, str]:
-    """Security headers of every response to a request for `path`."""
+    """Security headers of every response to a request for `path` that does not set them itself."""
     if path.startswith("/dashboard"):
         policy = _PAGE_CSP
     elif path in ("/login", "/logout"):
@@ -245,29 +228,23 @@ def is_public(scope: Scope) -> bool:
 
 
 class _Body:
-    """A request's body as it comes in: at most `limit_bytes`, and whole within `limit_s`, if any.
-
-    `refusal` says why no more of it is read.
-    """
+    """A request's body as it comes in: at most `limit_bytes`, and whole within `limit_s`, if any."""
 
     def __init__(self, receive: Receive, limit_bytes: int, limit_s: float | None) -> None:
         self._receive = receive
         self._limit_bytes, self._limit_s = limit_bytes, limit_s
         self._deadline = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
         self._num_bytes = 0
-        self.refusal: errors.ServiceError | None = None
 
     async def receive(self) -> Message:
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            self.refusal = errors.BodyTooSlow(self._limit_s)
-            raise self.refusal from None
+            raise errors.BodyTooSlow(self._limit_s) from None
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limit_bytes:
-            self.refusal = errors.BodyTooLarge(self._limit_bytes)
-            raise self.refusal
+            raise errors.BodyTooLarge(self._limit_bytes)
         if not message.get("more_body"):
             self._deadline = None
         return message
@@ -297,20 +274,7 @@ class BodyLimitMiddleware:
         if length.isdecimal() and int(length[:20]) > limit_bytes:
             await refuse(errors.BodyTooLarge(limit_bytes), scope, receive, send)
             return
-        body, is_answered, is_refused = _Body(receive, limit_bytes, limit_s), False, False
-
-        async def send_unless_refused(message: Message) -> None:
-            nonlocal is_answered, is_refused
-            # FastAPI turns an error while it reads a body into another response.
-            if body.refusal is not None and not is_answered:
-                if not is_refused:
-                    is_refused = True
-                    await refuse(body.refusal, scope, receive, send)
-                return
-            is_answered = True
-            await send(message)
-
-        await self._app(scope, body.receive, send_unless_refused)
+        await self._app(scope, _Body(receive, limit_bytes, limit_s).receive, send)
 
 
 def takes_key_here(method: str, path: str) -> bool:

@@ -130,9 +130,7 @@ class ReconcilerDied(ServiceError):
 
 
 class LogNotFound(NotFound):
-    def __init__(self, source: str, sources: Sequence[str]) -> None:
-        known = ", ".join(sources) or "none yet"
-        super().__init__(f"no log is named '{source}'; the attempt has: {known}")
+    template = "no log is named '{}'; the attempt has: {}"
 
 
 class CheckpointNotFound(NotFound):
@@ -150,10 +148,7 @@ class ExportNotFound(NotFound):
 
 
 class TracePending(Conflict):
-    def __init__(self, trace_id: str, names: Sequence[str]) -> None:
-        super().__init__(
-            f"trace {trace_id} is still being recorded; wait until {', '.join(names)} is written"
-        )
+    template = "trace {} is still being recorded; wait until {} is written"
 
 
 class ExportPending(Conflict):

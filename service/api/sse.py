@@ -146,7 +146,7 @@ class LogFollower:
         self.position = LogPosition(self.wanted or self.job.current_attempt_id)
         # A rank may have no log *yet*.
         if self.source is not None and not is_source(self.source):
-            raise LogNotFound(self.source, self.sources())
+            raise LogNotFound(self.source, ", ".join(self.sources()) or "none yet")
 
     def start_at_tail(self, num_lines: int) -> None:
         """Begin with the last `num_lines` of each log that there is."""

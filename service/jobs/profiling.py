@@ -94,7 +94,7 @@ def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now:
     data: dict[str, Any] = request.data
     names = {trace_name(data["id"], rank) for rank in data["ranks"]}
     if missing := names - {trace.name for trace in traces_of(own)}:
-        raise TracePending(data["id"], sorted(missing))
+        raise TracePending(data["id"], ", ".join(sorted(missing)))
 
 
 def list_traces(store: JobStore, job_id: str) -> list[Trace]:

@@ -34,29 +34,23 @@ STALE_AFTER_S = 60.0
 _LABELS = ("job_id", "project")
 # Of lost time: a job reports what it likes, and each one is a series.
 _MAX_CAUSES = 20
-Sample = tuple[tuple[str, ...], float]
-Read = Callable[[Job], Iterator[Sample]]
+# By further labels.
+Samples = dict[tuple[str, ...], float]
 
 
 @dataclass(frozen=True)
 class _Family:
-    """A metric of jobs: `read` gives (further labels, value) for each of its series of a job."""
+    """A metric of jobs: `read` gives the values of its series of a job by their further labels."""
 
     name: str
     text: str
-    read: Read
+    read: Callable[[Job], Samples]
     labels: tuple[str, ...] = ()
 
 
 def _single(name: str, text: str, value_of: Callable[[Job], float | None]) -> _Family:
     """A metric with one series for each job of which `value_of` knows the value."""
-
-    def _read(job: Job) -> Iterator[Sample]:
-        value = value_of(job)
-        if value is not None:
-            yield (), value
-
-    return _Family(name, text, _read)
+    return _Family(name, text, lambda job: {} if (v := value_of(job)) is None else {(): v})
 
 
 def _runs(job: Job) -> bool:
@@ -69,11 +63,10 @@ def _checkpoint_at(job: Job) -> float | None:
     return (began_at if saved_at is None else saved_at) if _runs(job) else None
 
 
-def _lost(job: Job) -> Iterator[Sample]:
-    causes = (name for name in job.latest_metrics if name.startswith(LOST_PREFIX))
-    for name in islice(causes, _MAX_CAUSES):
-        if math.isfinite(lost_s := job.latest_metrics[name]):
-            yield (name.removeprefix(LOST_PREFIX),), lost_s
+def _lost(job: Job) -> Samples:
+    told = (each for each in job.latest_metrics.items() if each[0].startswith(LOST_PREFIX))
+    causes = islice(told, _MAX_CAUSES)
+    return {(name.removeprefix(LOST_PREFIX),): s for name, s in causes if math.isfinite(s)}
 
 
 def _of_groups(name: str, text: str, value_of: Callable[[Job, Membership], float]) -> _Family:
@@ -101,13 +94,13 @@ _FAMILIES = (
     _Family(
         "shardloom_job_info",
         "1 for each live job, with what it is called and what a lost host takes down.",
-        lambda job: iter([((job.name, failure_domain(job)), 1.0)]),
+        lambda job: {(job.name, failure_domain(job)): 1.0},
         ("name", "failure_domain"),
     ),
     _Family(
         "shardloom_job_status",
         "1 for the status that a live job is in.",
-        lambda job: iter([((job.status.value,), 1.0)]),
+        lambda job: {(job.status.value,): 1.0},
         ("status",),
     ),
     _single("shardloom_job_steps", "Steps trained so far.", lambda job: job.progress.step),
@@ -209,15 +202,6 @@ def shown_of(jobs: Iterable[Job], max_jobs: int) -> Sequence[Job]:
     return by_interest[:max_jobs]
 
 
-def families_of(jobs: Sequence[Job]) -> Iterator[Metric]:
-    for family in _FAMILIES:
-        metric = GaugeMetricFamily(family.name, family.text, labels=(*_LABELS, *family.labels))
-        for job in jobs:
-            for further, value in family.read(job):
-                metric.add_metric((job.id, job.project, *further), value)
-        yield metric
-
-
 def oldest_wait(jobs: Iterable[Job], now: float) -> Iterator[Metric]:
     """Per project, how long the job has waited that has done so longest.
 
@@ -264,7 +248,12 @@ class JobCollector(Collector):
         if self._seen_at is None or now - self._seen_at > STALE_AFTER_S:
             jobs = ()
         shown = shown_of(jobs, self.max_jobs)
-        yield from families_of(shown)
+        for family in _FAMILIES:
+            metric = GaugeMetricFamily(family.name, family.text, labels=(*_LABELS, *family.labels))
+            for job in shown:
+                for further, value in family.read(job).items():
+                    metric.add_metric((job.id, job.project, *further), value)
+            yield metric
         yield from oldest_wait(jobs, now)
         yield GaugeMetricFamily(
             "shardloom_hidden_jobs",

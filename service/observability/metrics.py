@@ -120,10 +120,7 @@ class ServiceMetrics:
             ["kind"],
             buckets=_STORE_BUCKETS,
         )
-        self._start_series()
-
-    def _start_series(self) -> None:
-        """Start counters at 0: to Prometheus, 1 after nothing is no increase."""
+        # Counters start at 0: to Prometheus, 1 after nothing is no increase.
         for reason in EndReason:
             self._ended_attempts.labels(reason.value)
             self._ended_jobs.labels(JobStatus.FAILED.value, reason.value)

@@ -30,7 +30,7 @@ from service.errors import (
 )
 from service.jobs.run_storage import limit_growth
 from service.observability.metrics import ServiceMetrics
-from service.scheduler.policy import Admission, Capacity, Preemption, QueuePosition, Start, admit
+from service.scheduler.policy import Capacity, Preemption, QueuePosition, Start, admit
 from service.settings import Settings
 from service.storage import in_time
 
@@ -115,18 +115,18 @@ class SchedulerRunner:
             admission = admit(queued, running, quotas, capacity, now)
             self._message, limits = "", admission.growth_limits
         self._places = {place.job.id: place for place in admission.places}
-        self._log_faults(admission.faults)
+        # A job that cannot be looked at is logged once.
+        for job_id in admission.faults.keys() - self._faulty:
+            logger.error("job %s cannot be scheduled", job_id, exc_info=admission.faults[job_id])
+        self._faulty = {*admission.faults}
         if lock is not None:
             if limits is not None:
                 self._limit_growth(running, limits)
-            self._carry_out(admission, now, lock)
+            for preemption in admission.preemptions:
+                self._guarded(preemption.job, self._preempt, preemption, now, lock)
+            for begun in admission.starts:
+                self._guarded(begun.job, self._start, begun, now, lock)
         return list(self._live.values())
-
-    def _log_faults(self, faults: Mapping[str, Exception]) -> None:
-        """Log each job that could not be looked at, once."""
-        for job_id in faults.keys() - self._faulty:
-            logger.error("job %s cannot be scheduled", job_id, exc_info=faults[job_id])
-        self._faulty = set(faults)
 
     def _limit_growth(self, running: Sequence[Job], limits: Mapping[str, int]) -> None:
         """Limit how far elastic jobs may grow, and lift earlier limits, in another thread."""
@@ -164,12 +164,6 @@ class SchedulerRunner:
             self._seen = (self.clock(), found)
             self.telemetry.backend_asked("shared", True)
         return self._seen[1]
-
-    def _carry_out(self, admission: Admission, now: float, lock: Lock) -> None:
-        for preemption in admission.preemptions:
-            self._guarded(preemption.job, self._preempt, preemption, now, lock)
-        for begun in admission.starts:
-            self._guarded(begun.job, self._start, begun, now, lock)
 
     @staticmethod
     def _guarded(job: Job, act: Callable[..., object], *args: object) -> None:

@@ -8,10 +8,11 @@ in a process (as in tests), the one mounted last serves the dashboard.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -46,13 +47,15 @@ _BUILD_TIMEOUT_S = 30.0
 def show_login(request: Request, context: ContextDep) -> Response:
     """The form; whoever needs none, or comes by a link of `shardloom up`, is sent on."""
     wanted = safe_target(request.query_params.get("next"))
-    if _is_signed_in(request, context):
+    authenticator = context.security.authenticator
+    with suppress(NotSignedIn):
+        authenticator.principal_of(Credentials(cookie=request.cookies.get(SESSION_COOKIE)))
         return RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
     code = request.query_params.get("code")
     if code is None:
         return _page(context, wanted)
     try:
-        token, session = context.security.authenticator.sign_in_by_link(code)
+        token, session = authenticator.sign_in_by_link(code)
     except NotSignedIn:
         return _page(context, wanted, "This link was used before, or is too old.")
     return _entered(request, context, wanted, token, session)
@@ -116,19 +119,10 @@ def safe_target(wanted: str | None) -> str:
     return wanted if is_plain and wanted != "/" else _HOME
 
 
-def _is_signed_in(request: Request, context: Context) -> bool:
-    credentials = Credentials(cookie=request.cookies.get(SESSION_COOKIE))
-    try:
-        context.security.authenticator.principal_of(credentials)
-    except NotSignedIn:
-        return False
-    return True
-
-
 async def _form_of(request: Request) -> dict[str, str]:
     body = (await request.body())[:_MAX_FORM_BYTES]
-    fields = parse_qs(body.decode("utf-8", "replace"))
-    return {name: values[-1].strip() for name, values in fields.items()}
+    fields = parse_qsl(body.decode("utf-8", "replace"))
+    return {name: value.strip() for name, value in fields}
 
 
 def _page(context: Context, wanted: str, fault: str = "") -> HTMLResponse:

@@ -203,32 +203,39 @@ def marks_of(timeline: Sequence[TimelineEvent]) -> list[Mark]:
 
 
 def chart_options(chart: ChartSpec) -> dict[str, Any]:
-    return {
+    options = {
         "animation": False,
         "textStyle": {"fontFamily": "Roboto, sans-serif", "color": _TEXT_COLOUR},
         "grid": {"left": 8, "right": 14, "top": 12, "bottom": 4, "containLabel": True},
         "title": {**NO_DATA},
-        "tooltip": _tooltip(chart),
-        "dataZoom": zoom_options(is_shown=False),
+        "tooltip": {
+            "trigger": "axis",
+            "confine": True,
+            "transitionDuration": 0,
+            # The tooltip is an HTML element, so the stylesheet's variables reach it.
+            "backgroundColor": "var(--panel)",
+            "borderColor": "var(--line-strong)",
+            "textStyle": {"color": "var(--text)", "fontSize": 12},
+            "axisPointer": {"lineStyle": {"color": _TEXT_COLOUR, "type": "dashed"}},
+            ":valueFormatter": chart.number,
+        },
         "xAxis": step_axis(),
         "yAxis": _value_axes(chart),
         "series": [each for line in chart.lines for each in _pair(chart, line)],
     }
+    show_zoom(options, is_shown=False)
+    return options
 
 
-def zoom_options(*, is_shown: bool) -> list[dict[str, Any]]:
+def show_zoom(options: dict[str, Any], *, is_shown: bool) -> None:
     """Zoom by a slider, where it is shown, and by the wheel with the control key."""
     slider = {"type": "slider", "height": 14, "bottom": 4, "show": is_shown, "filterMode": "none"}
     # Without the key a page under the pointer could not be scrolled.
     wheel = {"type": "inside", "zoomOnMouseWheel": "ctrl", "moveOnMouseMove": "ctrl"}
-    return [
+    options["dataZoom"] = [
         {**slider, "brushSelect": False, "showDetail": False, "borderColor": LINE_COLOUR},
         {**wheel, "filterMode": "none"},
     ]
-
-
-def show_zoom(options: dict[str, Any], *, is_shown: bool) -> None:
-    options["dataZoom"] = zoom_options(is_shown=is_shown)
     options["grid"]["bottom"] = 26 if is_shown else 4
 
 
@@ -260,20 +267,6 @@ def _value_axes(chart: ChartSpec) -> list[dict[str, Any]]:
         return [left]
     label = {**AXIS_LABEL, ":formatter": chart.right_number}
     return [left, {**left, "splitLine": {"show": False}, "axisLabel": label}]
-
-
-def _tooltip(chart: ChartSpec) -> dict[str, Any]:
-    return {
-        "trigger": "axis",
-        "confine": True,
-        "transitionDuration": 0,
-        # The tooltip is an HTML element, so the stylesheet's variables reach it.
-        "backgroundColor": "var(--panel)",
-        "borderColor": "var(--line-strong)",
-        "textStyle": {"color": "var(--text)", "fontSize": 12},
-        "axisPointer": {"lineStyle": {"color": _TEXT_COLOUR, "type": "dashed"}},
-        ":valueFormatter": chart.number,
-    }
 
 
 def _pair(chart: ChartSpec, line: Line) -> list[dict[str, Any]]:
@@ -354,24 +347,23 @@ def draw(
         return value if least < value < math.inf else None
 
     means = smoothed([point.value for point in points], view.smoothing)
-    gaps = _gaps(points, breaks)
+    # Places of the points that come after an interruption.
+    times = [point.time for point in points]
+    gaps = {bisect.bisect_left(times, each) for each in breaks} - {0, len(points)}
     pair[0]["data"] = _with_gaps([[x, shown(y)] for x, y in zip(xs, means, strict=True)], gaps)
     # A curve of few points would hide where they are.
     pair[0]["showSymbol"] = 0 < len(points) <= _FEW_POINTS
     pair[0]["symbolSize"] = 10 if len(points) == 1 else 5
     if len(pair) == 1:
         return
-    is_bucketed = any(point.min < point.max for point in points)
     behind: list[list[Any]] = []
-    if is_bucketed:
+    if any(point.min < point.max for point in points):
         for x, point in zip(xs, points, strict=True):
             behind += [[x, shown(point.min)], [x, shown(point.max)]]
-        pair[1]["data"] = _with_gaps(behind, {2 * gap for gap in gaps})
+        gaps = {2 * gap for gap in gaps}
     elif view.smoothing:
-        raw = [[x, shown(point.value)] for x, point in zip(xs, points, strict=True)]
-        pair[1]["data"] = _with_gaps(raw, gaps)
-    else:
-        pair[1]["data"] = []
+        behind = [[x, shown(point.value)] for x, point in zip(xs, points, strict=True)]
+    pair[1]["data"] = _with_gaps(behind, gaps)
 
 
 def smoothed(values: Sequence[float], share: float) -> list[float]:
@@ -386,12 +378,6 @@ def smoothed(values: Sequence[float], share: float) -> list[float]:
             mean, weight = share * mean + (1 - share) * value, share * weight + (1 - share)
         found.append(mean / weight if math.isfinite(value) else value)
     return found
-
-
-def _gaps(points: Sequence[MetricPoint], breaks: Sequence[float]) -> set[int]:
-    """Places of the points that come after an interruption."""
-    times = [point.time for point in points]
-    return {bisect.bisect_left(times, each) for each in breaks} - {0, len(points)}
 
 
 def _with_gaps(data: list[list[Any]], gaps: set[int]) -> tuple[list[Any], ...]:

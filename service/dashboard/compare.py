@@ -51,15 +51,11 @@ class Compared:
         spans = [(each.started_at, each.ended_at) for each in self.attempts if each.started_at]
         if not spans and self.job.started_at:
             spans = [(self.job.started_at, self.job.ended_at)]
-        latest = _latest(self)
+        # Up to its newest point an attempt that lives has worked for sure.
+        times = [series[-1].time for series in self.points.values() if series]
+        latest = max(times, default=self.job.started_at or self.job.created_at)
         seconds = sum(max(0.0, (end or latest) - start) for start, end in spans if start)
         return seconds / 3600 * sizes_of_job(self.job).world_size
-
-
-def _latest(compared: Compared) -> float:
-    """The time of the newest point, up to which an attempt that lives has worked for sure."""
-    times = [series[-1].time for series in compared.points.values() if series]
-    return max(times, default=compared.job.started_at or compared.job.created_at)
 
 
 def places(compared: Compared, points: Sequence[MetricPoint], axis: str) -> list[float]:
@@ -112,7 +108,9 @@ class ComparePage:
             if len(self._wanted) > MAX_COMPARED:
                 ui.label(f"Only the first {MAX_COMPARED} are compared.").classes("notice tone-warn")
             if self._compared:
-                self._build_jobs()
+                with panel("Results"):
+                    self._results = ui.html(sanitize=False)
+                self._show_results()
                 self._build_charts()
                 self._build_differences()
             else:
@@ -145,11 +143,6 @@ class ComparePage:
             self._more = ui.input(placeholder="Name or id of a job")
             self._more.props('aria-label="Add a job"').on("keydown.enter", self._add)
             button("Add", self._add)
-
-    def _build_jobs(self) -> None:
-        with panel("Results"):
-            self._results = ui.html(sanitize=False)
-        self._show_results()
 
     def _show_results(self) -> None:
         rows = []

@@ -20,7 +20,7 @@ from service.domain.membership import (
 from service.domain.models import Job, Member, Membership, TimelineEvent
 from service.domain.timeline import counted
 from service.schemas.wording import Fact, clock, duration, standing_of
-from trainer.protocol import events
+from trainer.protocol.events import EVENT_ADAPTER, Event
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,15 @@ def lanes_of(job: Job, timeline: Sequence[TimelineEvent], now: float) -> Lanes:
     lines = [line for line in timeline if line.attempt_id == job.current_attempt_id]
     changes = standings_over_time(lines)
     end = job.ended_at or now
-    start = changes[0][0] if changes else end
-    return Lanes(
-        rows=_timeline_rows(changes, lines, end),
-        since=clock(start - job.created_at),
-        until=clock(end - job.created_at),
-    )
+    start, _ = changes[0] if changes else (end, {})
+    hosts = {each["group"]: ", ".join(dict.fromkeys(each["hosts"])) for each in _told_groups(lines)}
+    newest = changes[-1][1] if changes else {}
+    rows = []
+    for group in sorted({group for _, standings in changes for group in standings}):
+        standing, _ = standing_of(newest.get(group, "gone"))
+        spans = _spans(changes, group, end)
+        rows.append(TimelineRow(group, hosts.get(group, ""), standing, spans))
+    return Lanes(tuple(rows), clock(start - job.created_at), clock(end - job.created_at))
 
 
 def standings_over_time(lines: Iterable[TimelineEvent]) -> list[tuple[float, dict[int, str]]]:
@@ -88,21 +91,6 @@ def standings_over_time(lines: Iterable[TimelineEvent]) -> list[tuple[float, dic
                 continue
         changes.append((line.time, known))
     return changes
-
-
-def _timeline_rows(
-    changes: Sequence[tuple[float, dict[int, str]]], lines: Sequence[TimelineEvent], end: float
-) -> tuple[TimelineRow, ...]:
-    if not changes:
-        return ()
-    hosts = {each["group"]: ", ".join(dict.fromkeys(each["hosts"])) for each in _told_groups(lines)}
-    newest = changes[-1][1]
-    rows = []
-    for group in sorted({group for _, standings in changes for group in standings}):
-        standing, _ = standing_of(newest.get(group, "gone"))
-        spans = _spans(changes, group, end)
-        rows.append(TimelineRow(group, hosts.get(group, ""), standing, spans))
-    return tuple(rows)
 
 
 def _spans(
@@ -254,24 +242,17 @@ def grid_then(
     return _grid(membership, lines, job.spec.parallelism.num_hosts_needed), lines
 
 
-# Records that say which groups there are.
-_RECORDS = {
-    kind.model_fields["kind"].default: kind
-    for kind in (
-        *(events.LayoutChosen, events.MembershipChanged, events.Resized),
-        *(events.GroupLost, events.GroupLeft, events.GroupJoined),
-    )
-}
+# Kinds of records that say which groups there are.
+_RECORDS = MOMENTS - {"workers_started", "workers_lost"} | {"layout_chosen"}
 
 
-def _event_of(line: TimelineEvent) -> events.Event | None:
+def _event_of(line: TimelineEvent) -> Event | None:
     """The record that an event of the timeline was made from; None where it is another one."""
-    kind = _RECORDS.get(line.kind)
-    if kind is None:
+    if line.kind not in _RECORDS:
         return None
-    told = {**line.data, "time": line.time, "message": line.message}
+    told = {"kind": line.kind, "time": line.time, "message": line.message}
     try:
-        return kind.model_validate({k: v for k, v in told.items() if k in kind.model_fields})
+        return EVENT_ADAPTER.validate_python({**line.data, **told})
     except ValidationError:
         return None  # of another version
 

@@ -122,7 +122,8 @@ class BatchKeys:
         self.sequences = [feature.name for feature in spec.sequence_features]
         self.is_weighted = spec.is_weighted
         self.has_weighted_sequences = spec.has_weighted_sequences
-        self.dynamic = spec.dynamic_features
+        tables = spec.dynamic_tables
+        self.dynamic = frozenset(f.name for f in spec.sparse_features if f.table in tables)
 
 
 def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> Batch:
@@ -158,20 +159,14 @@ def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None = None) -> 
 StepType = TypeVar("StepType", bound=Step)
 
 
-class BatchMaker:
-    """Makes batches of `batch_size` rows of a split. For one thread at a time."""
+class BatchMaker(RowReader):
+    """Makes batches of `data.batch_size` rows of a split. For one thread at a time."""
 
-    def __init__(
-        self, source: ParquetSource, spec: JobSpec, batch_size: int, shuffle: bool = True
-    ) -> None:
+    def __init__(self, source: ParquetSource, spec: JobSpec, shuffle: bool) -> None:
         """Rows are shuffled where the spec says so, too."""
+        super().__init__(source, spec, shuffle=shuffle)
         self._keys = BatchKeys(spec)
-        self._reader = RowReader(source, spec, shuffle=shuffle)
-        self._places = np.arange(batch_size)
-
-    def expect(self, epoch: int, spans: Sequence[Span]) -> None:
-        """Rows that will be read, perhaps, after those that were expected before."""
-        self._reader.expect(epoch, spans)
+        self._numbers = np.arange(spec.data.batch_size)
 
     def make(self, epoch: int, spans: Sequence[Span], is_counted: bool) -> Batch:
         """A batch of the rows of `spans`, or, unless they count, of padding that they give.
@@ -179,20 +174,16 @@ class BatchMaker:
         What is missing to a full batch is filled with repeated rows of weight 0. Raises
         `DataError`.
         """
-        rows = self._reader.read(epoch, spans)
+        rows = self.read(epoch, spans)
         num_counted = len(rows) if is_counted else 0
-        if num_counted == len(self._places):
+        if num_counted == len(self._numbers):
             batch = _wrap(rows, self._keys)
         else:
-            counted = (self._places < num_counted).astype(np.float32)
-            batch = _wrap(rows.take(np.minimum(self._places, len(rows) - 1)), self._keys, counted)
-        if rows.faults is None or self._reader.fault_log is None:
+            counted = (self._numbers < num_counted).astype(np.float32)
+            batch = _wrap(rows.take(np.minimum(self._numbers, len(rows) - 1)), self._keys, counted)
+        if rows.faults is None or self.fault_log is None:
             return batch
-        return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
-
-    def close(self) -> None:
-        """End the threads. Harmless when called again."""
-        self._reader.close()
+        return replace(batch, quarantined=self.fault_log.count(rows.faults[:num_counted]))
 
 
 class _DistantMaker:
@@ -249,7 +240,7 @@ class _ReadAhead(Iterator[tuple[Batch, StepType]]):
         self._on_slow_read = on_slow_read
         self.shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
         self._rank = rank
-        arguments = (source, spec, spec.data.batch_size, shuffle)
+        arguments = (source, spec, shuffle)
         self._maker = _DistantMaker(process, *arguments) if process else BatchMaker(*arguments)
         # One worker makes them in order, so that they may share a reader.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
@@ -323,10 +314,6 @@ class LeaseStep(Step):
     """A step of `lease`."""
 
     lease: Lease
-
-    @property
-    def ends_lease(self) -> bool:
-        return self.number + 1 == self.stripes.num_steps
 
 
 class LeaseBatches(_ReadAhead[LeaseStep]):

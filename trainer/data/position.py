@@ -240,7 +240,7 @@ class Step:
         return self.stripes.num_rows_of(self.number + 1) - self.stripes.num_rows_of(self.number)
 
     @property
-    def ends_epoch(self) -> bool:
+    def is_last(self) -> bool:
         return self.number + 1 == self.stripes.num_steps
 
     @property

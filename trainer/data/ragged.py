@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +15,16 @@ def offsets_of(lengths: IntArray) -> IntArray:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def cut_at(rows: range, offsets: IntArray) -> list[tuple[int, slice]]:
+    """Cut consecutive rows where parts begin, at `offsets`: (part, slice of the part's rows)."""
+    first, last = np.searchsorted(offsets, [rows.start, rows.stop - 1], side="right") - 1
+    bounds = offsets[first : last + 2].tolist()
+    return [
+        (part, slice(max(rows.start, start) - start, min(rows.stop, stop) - start))
+        for part, (start, stop) in enumerate(pairwise(bounds), start=int(first))
+    ]
 
 
 def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:

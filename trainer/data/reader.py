@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from trainer.data.manifest import MANIFEST_NAME, contents_in, read_manifest
 from trainer.data.parquet import ParquetSource, read_schema
 from trainer.data.position import Span
 from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows, check_share
-from trainer.data.ragged import IntArray, offsets_of
+from trainer.data.ragged import IntArray, cut_at, offsets_of
 from trainer.data.rows import Rows, concat_rows
 from trainer.errors import CorruptFileError
 from trainer.spec.job import JobSpec
@@ -72,17 +72,7 @@ class EpochOrder:
 
     def pieces(self, rows: range) -> list[tuple[int, slice]]:
         """Cut consecutive rows of the epoch at window bounds: (window, slice of its rows)."""
-        first, last = np.searchsorted(self._starts, [rows.start, rows.stop - 1], side="right") - 1
-        return [
-            (
-                number,
-                slice(
-                    max(0, rows.start - int(self._starts[number])),
-                    min(rows.stop, int(self._starts[number + 1])) - int(self._starts[number]),
-                ),
-            )
-            for number in range(int(first), int(last) + 1)
-        ]
+        return cut_at(rows, self._starts)
 
     def _permutation(self, size: int, *stream: int) -> IntArray:
         if not self._shuffle:
@@ -140,17 +130,15 @@ def lease_windows(
     """
     if source.decoded_bytes <= CACHE_BYTES:
         return ()
-    order_of = _order_of(source, spec, spec.data.shuffle)
-    return lambda epoch: order_of(epoch=epoch).bounds
+    return lambda epoch: _order_of(source, spec, spec.data.shuffle, epoch).bounds
 
 
-def _order_of(source: ParquetSource, spec: JobSpec, shuffle: bool) -> Callable[..., EpochOrder]:
-    """What gives the order of `epoch`."""
-    return partial(
-        EpochOrder,
+def _order_of(source: ParquetSource, spec: JobSpec, shuffle: bool, epoch: int) -> EpochOrder:
+    return EpochOrder(
         source.group_rows,
         window_rows=WINDOW_ROWS,
         seed=spec.training.seed,
+        epoch=epoch,
         shuffle=shuffle,
     )
 
@@ -204,11 +192,6 @@ class _Opened:
             self._picked = self.rows.take(self.order[piece.start : max(piece.stop, stop)])
         return self._picked.slice(piece.start - self._first, piece.stop - self._first)
 
-    def num_faults(self, log: FaultLog) -> QuarantinedRows:
-        faults = self.rows.faults
-        assert faults is not None, "where faults are logged rows are marked"
-        return log.count(faults)
-
 
 class RowReader:
     """Gives rows of a split in the order of an epoch, which (seed, epoch) alone decides.
@@ -228,8 +211,8 @@ class RowReader:
         self._bad_rows: dict[int, int] = {}
         self._layout = layout_of(spec)
         self._source = source
-        order_of = _order_of(source, spec, shuffle and spec.data.shuffle)
-        self._order_of = lru_cache(2)(lambda epoch: order_of(epoch=epoch))
+        shuffle = shuffle and spec.data.shuffle
+        self._order_of = lru_cache(2)(lambda epoch: _order_of(source, spec, shuffle, epoch))
         self._keep_all = source.decoded_bytes <= CACHE_BYTES
         self._kept: dict[int, Rows] = {}
         self._epoch = -1
@@ -283,7 +266,9 @@ class RowReader:
         ahead = self._decoding.pop(place, None)
         self._window = ahead.result() if ahead else self._read_window(*place)
         if self.fault_log is not None:
-            self._count_bad_rows(number, self._window.num_faults(self.fault_log))
+            faults = self._window.rows.faults
+            assert faults is not None, "where faults are logged rows are marked"
+            self._count_bad_rows(number, self.fault_log.count(faults))
         self._place = place
         if place in self._expected:
             while self._expected.popleft() != place:

@@ -206,8 +206,8 @@ class GroupSession(Session):
         self.quarantine.begin_epoch(lease.epoch)
         for batch, step in self._stream:
             assert step.lease.id == lease.id, "leases are trained in the order of their submission"
-            self._train_batch(batch, step.ends_lease)
-            if step.ends_lease:
+            self._train_batch(batch, step.is_last)
+            if step.is_last:
                 break
         self._interval.leases += (lease.id,)
         self._interval.num_rows += lease.num_rows

@@ -339,7 +339,7 @@ class Session:
     def _is_dense_step(self, step: int, place: Step) -> bool:
         """Whether accumulated gradients are used up at `step`: when due, and as an epoch ends."""
         every = self.spec.training.accumulate_steps
-        return step % every == 0 or step == self.total_steps or place.ends_epoch
+        return step % every == 0 or step == self.total_steps or place.is_last
 
     def run_step(self, batch: Batch, step: int, is_dense_step: bool) -> None:
         """What step number `step` does to the model. Collective."""
@@ -552,7 +552,7 @@ class Session:
             return True
         if every:
             return self.state.step % every == 0
-        return isinstance(self.state.reached, Step) and self.state.reached.ends_epoch
+        return isinstance(self.state.reached, Step) and self.state.reached.is_last
 
     @torch.no_grad()
     def validate(self) -> bool:

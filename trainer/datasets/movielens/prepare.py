@@ -26,7 +26,7 @@ import pyarrow as pa
 from rich.progress import Progress
 
 from trainer.data.manifest import Manifest, SplitEntry
-from trainer.data.ragged import IntArray
+from trainer.data.ragged import IntArray, cut_at, offsets_of
 from trainer.data.transforms import VocabularyEncoder
 from trainer.datasets.io.csv_reader import BlockReader
 from trainer.datasets.io.journal import Facts, Part, progress_bars
@@ -74,20 +74,6 @@ _ENCODINGS: dict[str, Any] = {
         f"{name}.list.element": "DELTA_BINARY_PACKED" for name in ("tokens", *_HISTORIES)
     },
 }
-
-
-def pieces_of(rows: range, rows_of_units: IntArray) -> list[tuple[int, int, int]]:
-    """The units that `rows`, counted over all of them, lie in: (unit, first row, last row + 1).
-
-    These two are counted in the unit's own order.
-    """
-    ends = np.cumsum(rows_of_units)
-    starts = ends - rows_of_units
-    return [
-        (unit, max(rows.start - start, 0), min(rows.stop, end) - start)
-        for unit, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
-        if start < rows.stop and end > rows.start
-    ]
 
 
 # Raised whenever the same input would give other bytes or facts: older work is not resumed.
@@ -159,7 +145,7 @@ class _Preparation:
         self.counts["training_tags"] = num_tags
         vocabularies, fitted = self._fit(blocks, movies, movie_ids, tag_words, units, statistics)
         rows = self._build_histories(fitted)
-        return self._write(vocabularies, statistics, rows)
+        return self._write(vocabularies, rows)
 
     def _sort(self, blocks: Blocks, movie_ids: IntArray) -> Units:
         users = cut_users(blocks.rows_per_user, self.options.unit_rows)
@@ -245,12 +231,8 @@ class _Preparation:
                 moments[name] += Moments.of(values[rows["is_training"] > 0])
         return UnitRows(fitted, exchange, folds, moments | exchange.moments)
 
-    def _write(
-        self,
-        vocabularies: dict[str, VocabularyEncoder],
-        statistics: RatingStatistics,
-        rows: UnitRows,
-    ) -> Manifest:
+    def _write(self, vocabularies: dict[str, VocabularyEncoder], rows: UnitRows) -> Manifest:
+        statistics = rows.fitted.statistics
         sizes = {name: vocabulary.num_ids for name, vocabulary in vocabularies.items()}
         return Manifest(
             source="movielens",
@@ -275,25 +257,25 @@ class _Preparation:
         )
 
     def _write_splits(self, statistics: RatingStatistics, rows: UnitRows) -> dict[str, SplitEntry]:
-        num_rows: dict[SplitName, IntArray] = {
-            "train": statistics.num_training,
-            "validation": statistics.num_held_out,
+        offsets: dict[SplitName, IntArray] = {
+            "train": offsets_of(statistics.num_training),
+            "validation": offsets_of(statistics.num_held_out),
         }
         limits = (self.options.num_partitions, self.options.row_group_rows)
         files = [
             (split, number, own)
-            for split, of_units in num_rows.items()
-            for number, own in enumerate(cut_rows(int(of_units.sum()), *limits))
+            for split, of_units in offsets.items()
+            for number, own in enumerate(cut_rows(int(of_units[-1]), *limits))
         ]
         # In the order of units, so that each unit is gathered about once.
-        files.sort(key=lambda file: pieces_of(file[2], num_rows[file[0]])[0])
-        parts: dict[str, list[Part]] = {split: [] for split in num_rows}
+        files.sort(key=lambda file: cut_at(file[2], offsets[file[0]])[0][0])
+        parts: dict[str, list[Part]] = {split: [] for split in offsets}
         task = self.progress.add_task("writing Parquet", total=self.counts["ratings"])
         for split, number, own in files:
             make = partial(
                 write_partition,
                 schema=SCHEMA,
-                tables=self._tables(own, num_rows[split], partial(rows.build, split)),
+                tables=self._tables(own, offsets[split], partial(rows.build, split)),
                 row_group_rows=self.options.row_group_rows,
                 **_ENCODINGS,
             )
@@ -303,12 +285,12 @@ class _Preparation:
         return {split: split_entry(found) for split, found in parts.items()}
 
     def _tables(
-        self, rows: range, rows_of_units: IntArray, build: Callable[[int, int, int], pa.Table]
+        self, rows: range, offsets: IntArray, build: Callable[[int, slice], pa.Table]
     ) -> Iterator[pa.Table]:
         """Rows counted over all units, some row groups at a time."""
         size = _GROUPS_PER_BATCH * self.options.row_group_rows
         for start in range(0, len(rows), size):
-            pieces = pieces_of(rows[start : start + size], rows_of_units)
+            pieces = cut_at(rows[start : start + size], offsets)
             yield pa.concat_tables(build(*piece) for piece in pieces)
 
 

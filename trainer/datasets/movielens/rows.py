@@ -290,10 +290,10 @@ class UnitRows:
     def _unit(self) -> Callable[[int], tuple[RowBuilder, dict[SplitName, IntArray]]]:
         return lru_cache(_UNITS_IN_MEMORY)(self._make_unit)
 
-    def build(self, split: SplitName, unit: int, start: int, end: int) -> pa.Table:
-        """Rows `[start, end)` of the part of a unit that is in `split`."""
+    def build(self, split: SplitName, unit: int, rows: slice) -> pa.Table:
+        """Some rows of the part of a unit that is in `split`."""
         builder, orders = self._unit(unit)
-        return builder.build(orders[split][start:end])
+        return builder.build(orders[split][rows])
 
     def _make_unit(self, unit: int) -> tuple[RowBuilder, dict[SplitName, IntArray]]:
         fitted = self.fitted

@@ -51,7 +51,7 @@ def test_a_lease_is_trained_whole_by_the_ranks_of_a_group(make_spec, train, rows
             for each in leases:
                 batches.submit(each)
             own = list(batches)
-        shapes.append([(step.lease.id, step.ends_lease) for _, step in own])
+        shapes.append([(step.lease.id, step.is_last) for _, step in own])
         assert {batch.num_rows for batch, _ in own} == {16}
         for batch, step in own:
             parts[step.lease.id] += keys_of(batch)
@@ -69,7 +69,7 @@ def test_ranks_without_rows_get_batches_that_do_not_count(make_spec, train):
             with LeaseBatches(train, make_spec(batch_size=8), rank, num_ranks=3) as batches:
                 batches.submit(lease(0, train.num_rows - num_rows, train.num_rows))
                 ((batch, step),) = list(batches)
-            assert step.ends_lease
+            assert step.is_last
             assert batch.num_rows == 8
             found.append(int(batch.weight.sum()))
         assert found == counted
@@ -83,7 +83,7 @@ def test_a_wait_for_storage_is_told(make_spec, train, monkeypatch):
     spec = make_spec(batch_size=10)
     with LeaseBatches(train, spec, 0, 1, on_slow_read=is_back.set) as batches:
         batches.submit(lease(0, 0, 10))
-        assert next(batches)[1].ends_lease
+        assert next(batches)[1].is_last
 
 
 def test_leases_may_be_submitted_while_iterating_and_after_the_end(make_spec, train):

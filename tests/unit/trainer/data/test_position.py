@@ -73,7 +73,7 @@ def test_each_rank_reads_on_in_a_part_of_its_own_and_all_take_equal_shares(shape
         assert max(map(len, of_step)) <= shape.batch_size
     assert all(step.num_rows == shape.rows_per_step for step in steps[:-1])
     assert len(steps) == remaining_steps(at(done), shape, epochs=1)
-    assert [step.ends_epoch for step in steps] == [step is steps[-1] for step in steps]
+    assert [step.is_last for step in steps] == [step is steps[-1] for step in steps]
 
 
 @given(SHAPES, SPANS, st.integers(0, 10))

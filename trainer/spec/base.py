@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 from urllib.parse import urlsplit
 
+from annotated_types import GroupedMetadata
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationInfo,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
 
 from trainer.errors import guess
 
@@ -223,23 +222,17 @@ def is_remote(path: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Bounds(GroupedMetadata):
     """Bounds of what is submitted; what was stored before they were set stays readable."""
 
     why: str
     least: float | None = None
     most: float | None = None
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.with_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    def __iter__(self) -> Iterator[object]:
         ends = {"minimum": self.least, "maximum": self.most}
-        return handler(schema) | {name: end for name, end in ends.items() if end is not None}
+        yield AfterValidator(self._check)
+        yield Field(json_schema_extra={name: end for name, end in ends.items() if end is not None})
 
     def _check(self, value: float, info: ValidationInfo) -> float:
         if self.most is not None and value > self.most and not is_stored(info):

@@ -393,17 +393,12 @@ def empty_trash(settings: Settings, job_id: str) -> None:
 
 def trashed_checkpoint_paths(settings: Settings, job_id: str) -> set[str]:
     """Each `checkpoint.path` in the `job.json` of a job's trashed folders."""
-    found = (_checkpoint_path(RunDir(each)) for each in _trashed_folders(settings, job_id))
-    return {path for path in found if path is not None}
-
-
-def _checkpoint_path(run_dir: RunDir) -> str | None:
-    try:
-        document = from_json(read_untrusted(run_dir.job_path, run_dir.runs_dir))
-        path = document["spec"]["checkpoint"]["path"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
-        return None
-    return path if isinstance(path, str) else None
+    found = set[Any]()
+    for folder in _trashed_folders(settings, job_id):
+        with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+            document = from_json(read_untrusted(RunDir(folder).job_path, folder.parent))
+            found.add(document["spec"]["checkpoint"]["path"])
+    return {path for path in found if isinstance(path, str)}
 
 
 def trashed_jobs(settings: Settings) -> list[str]:

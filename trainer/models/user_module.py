@@ -47,7 +47,7 @@ from trainer.data.batches import Batch
 from trainer.failures import EndReason, UserCodeError, user_lines
 from trainer.models.managed_collision import BucketedIds, configs_of
 from trainer.spec.job import JobSpec
-from trainer.spec.model import TaskSpec, split_path
+from trainer.spec.model import TaskSpec
 
 _TORCH = Path(torch.__file__).parent
 # What gloo and NCCL take.
@@ -136,7 +136,7 @@ def build_user_model(spec: JobSpec, device: torch.device) -> UserRecommender:
 
 def load_class(module: str, *, is_shipped: bool = False) -> Any:
     """What `module` names; raises `UserCodeError`."""
-    name, kind = split_path(module)
+    name, _, kind = module.partition(":")
     with users_code(module):
         try:
             found = importlib.import_module(name)
@@ -216,7 +216,7 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
     The first is the top-level package of `module`, or where that is a file by itself, all beside
     it: what was shipped together. A file among the installed packages is alone.
     """
-    top = split_path(module)[0].partition(".")[0]
+    top = module.partition(":")[0].partition(".")[0]
     spec = getattr(sys.modules.get(top), "__spec__", None)
     with suppress(ImportError, ValueError):
         spec = spec or importlib.util.find_spec(top)

@@ -38,7 +38,7 @@ def check_versions(installed: Mapping[str, str] | None = None) -> list[str]:
     mismatches = []
     for package, wanted in STACK.items():
         found = installed.get(package)
-        if not _fits(found, wanted):
+        if not f"{found}.".startswith(f"{wanted}."):
             state = f"{found} is installed" if found else "is missing"
             mismatches.append(
                 f"{package} {state}, {wanted} is needed: run `make setup`, or pip install "
@@ -67,11 +67,6 @@ def unlike_driver(driver: Mapping[str, str], here: Mapping[str, str]) -> list[st
         for name in sorted({*driver, *here})
         if here.get(name) != driver.get(name)
     ]
-
-
-def _fits(found: str | None, wanted: str) -> bool:
-    """Whether `found` is a patch release of the minor version `wanted`."""
-    return found is not None and f"{found}.".startswith(f"{wanted}.")
 
 
 def main() -> int:

@@ -31,12 +31,6 @@ CodeId = Annotated[
 ]
 
 
-def split_path(module: str) -> tuple[str, str]:
-    """(module to import, name of the class in it) of a `ModulePath`."""
-    name, _, kind = module.partition(":")
-    return name, kind
-
-
 class LayersSpec(SpecModel):
     """Sizes of a stack of fully connected layers, input side first."""
 

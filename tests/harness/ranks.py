@@ -58,20 +58,27 @@ def run_ranks(
     timeout_s: float = 120,
     fresh: bool = False,
     backend: Backend = "gloo",
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a world; results indexed by rank, tensors on the CPU.
 
     Function, arguments and results must pickle. Raises AssertionError with a rank's traceback when
     one fails, and when one is killed or gives no answer in `timeout_s` (scaled). With `fresh` the
-    ranks are new, and end with the call.
+    ranks are new, and end with the call. `environment` is added to theirs for this call.
     """
+    arguments = (environment or {}, function, *args)
     if not fresh:
-        return _world_of(world_size, backend).call(function, args, scaled(timeout_s))
+        return _world_of(world_size, backend).call(_call_in, arguments, scaled(timeout_s))
     world = _World(world_size, backend)
     try:
-        return world.call(function, args, scaled(timeout_s))
+        return world.call(_call_in, arguments, scaled(timeout_s))
     finally:
         world.close()
+
+
+def _call_in(environment: Mapping[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    os.environ.update(environment)
+    return function(*args)
 
 
 def run_in_turn(world_size: int, *calls: tuple[Any, ...]) -> list[list[Any]]:

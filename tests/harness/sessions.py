@@ -12,7 +12,8 @@ from tests.conftest import EXAMPLE_SPEC
 from tests.harness.files import records_in
 from tests.harness.small_model import dense_parameters, local_shards
 from trainer.data.manifest import load_manifest
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol import requests
+from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
 from trainer.spec.job import JobSpec
@@ -130,6 +131,14 @@ def crash_after(config: WorkerConfig, step: int) -> None:
 
     Session.train_step = dying  # type: ignore[method-assign]
     run_worker(config)
+
+
+def ask_to_stop(config: WorkerConfig) -> AttemptDir:
+    """Ask the first run of the attempt to stop, before it starts; the attempt's folder."""
+    files = RunDir(config.run_dir).attempt(config.attempt_id)
+    files.root.mkdir(parents=True)
+    requests.ask(files, requests.StopRequest(run_index=0, cause="request"))
+    return files
 
 
 def next_run(config: WorkerConfig) -> WorkerConfig:

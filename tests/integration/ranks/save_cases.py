@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from unittest.mock import call, patch
 import torch
 import torch.distributed as dist
 
-from tests.harness.sessions import open_session, train_session
+from tests.harness.sessions import ask_to_stop, open_session, train_session
 from tests.harness.small_model import rank_device
 from tests.harness.wait import scaled
 from tests.integration.ranks.checkpoint_cases import (
@@ -39,7 +38,7 @@ from trainer.errors import StorageError
 from trainer.failures import WorkerFailure
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import MeshGroups, build_groups
-from trainer.protocol import events, requests
+from trainer.protocol import events
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.storage import Location
@@ -171,10 +170,8 @@ def stop_slowly(config: WorkerConfig, save_s: float, is_asked: bool) -> tuple[li
 
     Returns the steps saved, and how often the rank said meanwhile that it saves.
     """
-    files = RunDir(config.run_dir).attempt(config.attempt_id)
-    files.root.mkdir(parents=True)
     if is_asked:
-        requests.ask(files, requests.StopRequest(run_index=0, cause="request"))
+        ask_to_stop(config)
     _arm({"kind": "slow", "rank": 0, "step": 1, "arg": save_s})
     with patch.object(manager, "_BEAT_S", 0.1), patch.object(HeartbeatReporter, "enter") as enter:
         train_session(config)
@@ -294,9 +291,8 @@ def save_with_file_limit(run_dir: Path) -> dict[str, Any]:
     return {"notes": saver.notes(), "step": found.commit.step if found else None}
 
 
-def open_unwritable(run_dir: Path, path: str | None = None, environment: Any = ()) -> str:
+def open_unwritable(run_dir: Path, path: str | None = None) -> str:
     """The error with which a job is refused whose checkpoints cannot be written."""
-    os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
     return refusal_of(saver.checkpoints.newest)
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.harness.ranks import run_ranks
-from tests.harness.sessions import make_config
+from tests.harness.sessions import ask_to_stop, make_config
 from tests.integration.ranks.checkpoint_cases import Sharding, whole_tables
 from tests.integration.ranks.save_cases import (
     DAMAGE,
@@ -34,7 +34,6 @@ from tests.integration.ranks.save_cases import (
 )
 from trainer.checkpoint.files import list_committed
 from trainer.failures import EndReason
-from trainer.protocol import requests
 from trainer.protocol.events import CheckpointCommitted, Metrics
 from trainer.protocol.run_dir import RunDir
 
@@ -140,9 +139,7 @@ def test_workers_whose_save_for_a_stop_fails_train_on_until_one_is_made(
 ) -> None:
     two = ("parallelism.workers=2", "parallelism.shard_group_size=2", "parallelism.sync=null")
     config = make_config(small_movielens, tmp_path, *two, "checkpoint.every_steps=1000")
-    files = RunDir(tmp_path).attempt(config.attempt_id)
-    files.root.mkdir(parents=True)
-    requests.ask(files, requests.StopRequest(run_index=0, cause="request"))
+    files = ask_to_stop(config)
     assert run_ranks(train_over_a_failed_save, 2, config, 6) == [[11], [11]], "after a report each"
     assert files.stopping_path(0).exists()
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.harness.files import replace_values
 from tests.harness.ranks import run_in_turn, run_ranks
 from tests.harness.sessions import (
+    ask_to_stop,
     assert_alike,
     load_session,
     make_config,
@@ -39,7 +40,6 @@ from trainer.models.sparse import SparseArch
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.model import stored_buffers
 from trainer.parallel.touched_rows import TouchedRows
-from trainer.protocol import requests
 from trainer.protocol.events import (
     Divergence,
     Metrics,
@@ -48,7 +48,6 @@ from trainer.protocol.events import (
     RowsSkipped,
     TraceWritten,
 )
-from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
@@ -412,9 +411,7 @@ def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_l
         "checkpoint.every_steps=1000",
         "parallelism.workers={min: 2, max: 4}",
     )
-    files = RunDir(tmp_path).attempt(config.attempt_id)
-    files.root.mkdir(parents=True)
-    requests.ask(files, StopRequest(run_index=0, cause="request"))
+    files = ask_to_stop(config)
     four = replace(config, spec=config.spec.with_workers(4))
     stopped = run_ranks(train_session, 4, four)
     assert files.stopping_path(0).exists()
@@ -436,9 +433,7 @@ def test_a_run_that_ends_as_it_is_asked_to_stop_has_completed(
     config = make_config(
         small_movielens, tmp_path, *SHORT, *TWO_COPIES, "training.report_every_steps=11"
     )
-    files = RunDir(tmp_path).attempt(config.attempt_id)
-    files.root.mkdir(parents=True)
-    requests.ask(files, StopRequest(run_index=0, cause="request"))
+    files = ask_to_stop(config)
     run_ranks(run_worker, 2, config)
     assert files.completed_path(0).exists()
     assert not files.stopping_path(0).exists()
@@ -458,9 +453,7 @@ def test_a_stop_comes_where_no_gradients_are_held_so_that_none_are_lost(
         )
 
     stopped = config("stopped")
-    files = RunDir(stopped.run_dir).attempt(stopped.attempt_id)
-    files.root.mkdir(parents=True)
-    requests.ask(files, StopRequest(run_index=0, cause="request"))
+    ask_to_stop(stopped)
     calls = [(train_session, each) for each in (config("whole"), stopped, next_run(stopped))]
     for whole, first, resumed in zip(*run_in_turn(2, *calls), strict=True):
         assert first["state"].step == 8, "it hears of the stop in step 5"

@@ -26,7 +26,6 @@ from tests.integration.ranks.checkpoint_cases import (
     build,
     held,
     load,
-    spec_of,
     train,
     whole_tables,
 )
@@ -36,6 +35,7 @@ from tests.integration.ranks.save_cases import (
     config_of,
     open_unwritable,
 )
+from tests.integration.ranks.test_warm_start import start as start_warm
 from trainer.checkpoint import save_load
 from trainer.checkpoint.files import (
     checkpoints_of,
@@ -46,11 +46,11 @@ from trainer.checkpoint.files import (
     write_probe,
 )
 from trainer.checkpoint.manager import CheckpointManager, TrainState
-from trainer.checkpoint.resume import warm_start
 from trainer.checkpoint.state_dict import state_to_save
 from trainer.protocol import events
 from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
+from trainer.spec.training import WarmStartSpec
 from trainer.storage import Location
 
 TWO = Sharding(2, 1, ("row_wise",))
@@ -58,11 +58,8 @@ OTHER = Sharding(3, 3, ("column_wise", "table_wise", "row_wise"), min_partition=
 MEBIBYTE = 2**20
 
 
-def train_save_and_load(
-    environment: Mapping[str, str], sharding: Sharding, run_dir: Path, path: str
-) -> dict[str, Any]:
+def train_save_and_load(sharding: Sharding, run_dir: Path, path: str) -> dict[str, Any]:
     """Train, save to `path`, and load that into a new model: what this rank held and holds."""
-    os.environ.update(environment)
     config = config_of(sharding, run_dir, path=path)
     model, optimizers = build(sharding, config.spec)
     said: list[events.Event] = []
@@ -79,38 +76,17 @@ def train_save_and_load(
     return {"at_save": at_save, "loaded": load(sharding, found.path), "said": said}
 
 
-def load_resharded(
-    environment: Mapping[str, str], sharding: Sharding, run_dir: Path, path: str
-) -> dict[str, Any]:
+def load_resharded(sharding: Sharding, run_dir: Path, path: str) -> dict[str, Any]:
     """What this rank holds of the newest checkpoint below `path`, in another sharding."""
-    os.environ.update(environment)
     found = list_committed(checkpoints_of(run_dir, path))[-1]
     return load(sharding, found.path)
 
 
-def start_warm(
-    environment: Mapping[str, str], sharding: Sharding, path: str, tables: tuple[str, ...]
-) -> dict[str, Any]:
-    """What this rank holds after a warm start with some tables of a run at `path`."""
-    os.environ.update(environment)
-    spec = spec_of(sharding)
-    document = spec.model_dump(mode="json")
-    document["checkpoint"]["warm_start"] = {"path": path, "tables": tables, "dense": False}
-    spec = type(spec).model_validate(document)
-    model, optimizers = build(sharding, spec)
-    found = warm_start(spec, model, optimizers, Path("nowhere"))
-    assert found is not None
-    return held(model, optimizers)
-
-
-def save_large(
-    environment: Mapping[str, str], run_dir: Path, path: str, num_bytes: int, steps: list[int]
-) -> dict[str, Any]:
+def save_large(run_dir: Path, path: str, num_bytes: int, steps: list[int]) -> dict[str, Any]:
     """Save `num_bytes` a rank at some steps; what was said, and whether the newest holds them.
 
     The last save must succeed.
     """
-    os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
     saver.checkpoints.newest()
     for step in steps:
@@ -146,17 +122,15 @@ def _is_as_saved(saver: Saver, num_bytes: int) -> bool:
     return all(torch.equal(state[name], saved[name]) for name in saved)
 
 
-def look_for_newest(environment: Mapping[str, str], run_dir: Path, path: str) -> dict[str, Any]:
+def look_for_newest(run_dir: Path, path: str) -> dict[str, Any]:
     """What a start finds and says."""
-    os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
     found = saver.checkpoints.newest()
     return {"step": found.commit.step if found else None, "notes": saver.notes()}
 
 
-def look_with_impatient_peers(environment: Mapping[str, str], run_dir: Path, path: str) -> int:
+def look_with_impatient_peers(run_dir: Path, path: str) -> int:
     """The step that a start finds and loads where no other collective waits for long."""
-    os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=scaled(2)), dist.group.WORLD)
@@ -197,8 +171,8 @@ def names_in(folder: Location) -> set[str]:
 
 
 def test_a_checkpoint_loads_bitwise_in_its_own_and_in_another_sharding_and_warm(store, run_dir):
-    path = store.url("runs")
-    ranks = run_ranks(train_save_and_load, 2, store.environment, TWO, run_dir, path)
+    path, environment = store.url("runs"), store.environment
+    ranks = run_ranks(train_save_and_load, 2, TWO, run_dir, path, environment=environment)
     saved = whole_tables([rank["at_save"] for rank in ranks])
     for name, values in whole_tables([rank["loaded"] for rank in ranks]).items():
         assert torch.equal(values.nan_to_num(), saved[name].nan_to_num()), name
@@ -206,15 +180,14 @@ def test_a_checkpoint_loads_bitwise_in_its_own_and_in_another_sharding_and_warm(
     assert committed.path == f"s3://data/runs/{run_dir.name}/checkpoints/step-00000002-a0-r0"
     assert not RunDir(run_dir).checkpoints_dir.exists(), "nothing lies on run storage"
 
-    others = run_ranks(load_resharded, 3, store.environment, OTHER, run_dir, path)
+    others = run_ranks(load_resharded, 3, OTHER, run_dir, path, environment=environment)
     for name, values in whole_tables(others).items():
         if not name.endswith(".moments"):
             assert torch.equal(values, saved[name]), name
 
-    source = f"{path}/{run_dir.name}"
-    (warm,) = run_ranks(
-        start_warm, 1, store.environment, Sharding(1, 1, ("row_wise",)), source, ("movies",)
-    )
+    source = WarmStartSpec(path=f"{path}/{run_dir.name}", tables=("movies",), dense=False)
+    one = Sharding(1, 1, ("row_wise",))
+    (warm,) = run_ranks(start_warm, 1, one, source, environment=environment)
     tables = whole_tables([warm])
     assert torch.equal(tables["movies"], saved["movies"])
     assert not torch.equal(tables["users"], saved["users"])
@@ -223,8 +196,8 @@ def test_a_checkpoint_loads_bitwise_in_its_own_and_in_another_sharding_and_warm(
 @pytest.mark.slow
 def test_large_shares_go_up_in_parts_and_retention_leaves_the_newest(store, run_dir):
     with store.failing() as seen:
-        arguments = (store.environment, run_dir, store.url("runs"), 12 * MEBIBYTE, [1, 2, 3])
-        first, second = run_ranks(save_large, 2, *arguments)
+        arguments = (run_dir, store.url("runs"), 12 * MEBIBYTE, [1, 2, 3])
+        first, second = run_ranks(save_large, 2, *arguments, environment=store.environment)
     assert first["equal"]
     assert second["equal"]
     assert seen.counts["PUT part"] >= 3 * 2 * 2, seen.counts
@@ -244,8 +217,8 @@ def test_large_shares_go_up_in_parts_and_retention_leaves_the_newest(store, run_
 )
 def test_saves_and_loads_outlive_a_store_in_trouble(store, run_dir, rates):
     with store.failing(rates=rates, seed=1) as seen:
-        arguments = (store.environment, run_dir, store.url("runs"), 11 * MEBIBYTE, [1])
-        first, second = run_ranks(save_large, 2, *arguments)
+        arguments = (run_dir, store.url("runs"), 11 * MEBIBYTE, [1])
+        first, second = run_ranks(save_large, 2, *arguments, environment=store.environment)
     assert first["notes"] == []
     assert first["equal"]
     assert second["equal"]
@@ -256,8 +229,8 @@ def test_a_store_that_is_away_fails_one_save_and_the_next_is_whole(store, run_di
     impatient = store.environment | {"SHARDLOOM_STORAGE_RETRY_S": "0"}
     down = {"rates": {"503": 1.0}, "only": r"(PUT|POST) .*step-00000002"}
     with store.failing(**down):
-        arguments = (impatient, run_dir, store.url("runs"), MEBIBYTE, [1, 2, 3])
-        (found,) = run_ranks(save_large, 1, *arguments)
+        arguments = (run_dir, store.url("runs"), MEBIBYTE, [1, 2, 3])
+        (found,) = run_ranks(save_large, 1, *arguments, environment=impatient)
     (note,) = found["notes"]
     assert "step-00000002-a0-r0 could not be written" in note
     assert "the endpoint does not answer, or is busy" in note
@@ -282,36 +255,36 @@ def test_a_save_that_was_killed_in_the_middle_counts_for_nothing_and_is_cleared_
     half = {name for name in names_in(folder) if name.startswith("step-00000002")}
     assert half, "files were written"
     assert not any(name.endswith(COMMIT_MARKER) for name in half)
-    (found,) = run_ranks(look_for_newest, 1, *arguments)
+    (found,) = run_ranks(look_for_newest, 1, *arguments[1:], environment=store.environment)
     assert found == {"step": 1, "notes": []}
     assert {name.split("/")[0] for name in names_in(folder)} == {"step-00000001-a0-r0"}
 
 
 @pytest.mark.slow
 def test_a_store_that_is_away_or_refuses_at_the_start_damages_nothing(store, run_dir):
-    arguments = (store.environment, run_dir, store.url("runs"))
-    run_ranks(save_large, 1, *arguments, 1000, [1])
-    impatient = store.environment | {"SHARDLOOM_STORAGE_RETRY_S": "0"}
+    place, environment = (run_dir, store.url("runs")), store.environment
+    run_ranks(save_large, 1, *place, 1000, [1], environment=environment)
+    impatient = environment | {"SHARDLOOM_STORAGE_RETRY_S": "0"}
     with (
         store.failing(rates={"503": 1.0}, only="GET .*distcp"),
         pytest.raises(AssertionError, match="StorageAwayError"),
     ):
-        run_ranks(look_for_newest, 2, impatient, *arguments[1:])
-    wrong = store.environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}
-    refused = run_ranks(open_unwritable, 2, *arguments[1:], wrong)
+        run_ranks(look_for_newest, 2, *place, environment=impatient)
+    wrong = environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}
+    refused = run_ranks(open_unwritable, 2, *place, environment=wrong)
     assert refused == [refused[0]] * 2, "on every rank"
     assert refused[0].startswith("CheckpointRefused: checkpoints cannot be written: s3://data/runs")
-    found, _ = run_ranks(look_for_newest, 2, *arguments)
+    found, _ = run_ranks(look_for_newest, 2, *place, environment=environment)
     assert found == {"step": 1, "notes": []}
 
 
 @pytest.mark.slow
 def test_a_start_waits_for_the_rank_whose_storage_is_away(store, run_dir):
     patient = store.environment | {"SHARDLOOM_STORAGE_RETRY_S": f"{scaled(30)}"}
-    arguments = (patient, run_dir, store.url("runs"))
-    run_ranks(save_large, 2, *arguments, 1000, [1])
+    place = (run_dir, store.url("runs"))
+    run_ranks(save_large, 2, *place, 1000, [1], environment=patient)
     with away_for(store, scaled(6.0), only="GET .*__0_0.distcp") as seen:
-        found, other = run_ranks(look_with_impatient_peers, 2, *arguments)
+        found, other = run_ranks(look_with_impatient_peers, 2, *place, environment=patient)
     assert seen.counts["503"] > 1
     assert found == other == 1
 

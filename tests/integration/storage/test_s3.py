@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,6 @@ from trainer.errors import (
     StorageError,
     StorageRefusedError,
 )
-from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
 
@@ -170,12 +169,6 @@ def reading(spec: JobSpec, path: str) -> JobSpec:
     return spec.model_copy(update={"data": spec.data.model_copy(update={"path": path})})
 
 
-def train_with(environment: Mapping[str, str], config: WorkerConfig) -> dict[str, Any]:
-    """A session of a rank whose process has this environment; its metrics and where it read."""
-    os.environ.update(environment)
-    return train_session(config)["metrics"]
-
-
 def test_two_ranks_train_from_a_bucket_as_from_the_disk(
     small_movielens: Path, uploaded: str, tmp_path: Path
 ) -> None:
@@ -194,10 +187,10 @@ def test_two_ranks_train_from_a_bucket_as_from_the_disk(
     wanted = run_ranks(train_session, 2, local)[0]["metrics"]
     remote = replace(local, spec=resolved, run_dir=tmp_path / "remote")
     environment = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
-    found = run_ranks(train_with, 2, environment, remote)
+    found = run_ranks(train_session, 2, remote, environment=environment)[0]["metrics"]
     losses = {name for name in wanted if name.endswith(("loss", "rmse", "mae"))}
     assert losses
-    assert {name: found[0][name] for name in losses} == {name: wanted[name] for name in losses}
+    assert {name: found[name] for name in losses} == {name: wanted[name] for name in losses}
 
 
 def test_a_bucket_that_is_not_there_is_a_data_error(

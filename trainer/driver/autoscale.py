@@ -91,15 +91,6 @@ def _serves(pending: PendingCapacity, request: CapacityRequest, addresses: dict[
     return is_same_gang and "" not in hosts and not hosts & request.avoided
 
 
-def with_reserved(hosts: Sequence[Host], pending: Iterable[PendingCapacity]) -> list[Host]:
-    """The hosts with the room that is reserved for this job counted as free."""
-    reserved = Counter(node_id for each in pending for node_id in each.node_ids)
-    return [
-        replace(host, num_free=min(host.num_free + reserved[host.node_id], host.num_slots))
-        for host in hosts
-    ]
-
-
 class RayAutoscaler:
     """The autoscaler of the cluster that this process is connected to.
 
@@ -184,8 +175,11 @@ class CapacityManager:
     def read_hosts(self) -> list[Host]:
         """Live hosts with what is free for this job, its reservations included."""
         # In this order, so that what is placed in between is not counted twice.
-        pending = self.autoscaler.pending()
-        return with_reserved(self.read_free_hosts(), pending)
+        reserved = Counter(node for each in self.autoscaler.pending() for node in each.node_ids)
+        return [
+            replace(host, num_free=min(host.num_free + reserved[host.node_id], host.num_slots))
+            for host in self.read_free_hosts()
+        ]
 
     def seek(self, demand: CapacityDemand, hosts: Sequence[Host]) -> None:
         """Request exactly what is needed; `demand` counts no reserved room, `hosts` are live."""

@@ -131,7 +131,12 @@ Action = Start | Promote | Retire
 def decide(policy: GroupPolicy, view: View) -> list[Action]:
     """What to do now; nothing that is under way already."""
     promoted = _promotions(policy, view)
-    view = _with_promoted(view, promoted)
+    numbers = {each.group for each in promoted}  # from here on these are groups that start
+    groups = [
+        replace(group, phase="starting", is_spare=False) if group.group in numbers else group
+        for group in view.groups
+    ]
+    view = replace(view, groups=groups)
     staying, spares = view.staying, view.spares
     moving = [g for g in view.groups if g.phase != "leaving" and g not in (*staying, *spares)]
     starts_soon = _starts(policy, view.once_all_may_start)
@@ -162,16 +167,6 @@ def _promotions(policy: GroupPolicy, view: View) -> list[Promote]:
     able = [spare for spare in view.spares if not taken & set(spare.hosts)]
     able.sort(key=lambda spare: (spare.phase != "idle", spare.group))
     return [Promote(spare.group) for spare in able[: max(0, view.target - len(staying))]]
-
-
-def _with_promoted(view: View, promoted: Sequence[Promote]) -> View:
-    """The view once these spares are groups that start."""
-    numbers = {each.group for each in promoted}
-    groups = [
-        replace(group, phase="starting", is_spare=False) if group.group in numbers else group
-        for group in view.groups
-    ]
-    return replace(view, groups=groups)
 
 
 def need_of(policy: GroupPolicy, view: View) -> CapacityDemand:

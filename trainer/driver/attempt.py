@@ -30,6 +30,7 @@ from trainer.layout.cost import Cluster
 from trainer.protocol import events, mirror
 from trainer.protocol.mirror import PATIENCE_S, MirrorConfig, connect
 from trainer.protocol.outbox import EventWriter
+from trainer.protocol.requests import ResizeRequest
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
 from trainer.protocol.versions import versions_here
@@ -54,26 +55,7 @@ class AttemptFailed(Exception):
         self.failure = failure
 
 
-def fetch_secrets(http: httpx.Client, url: str, claim: str, **patience: Any) -> dict[str, str]:
-    """Claim secrets at a URL of the service, which gives them to one claim; raises `AttemptFailed`.
-
-    The claim is the same in every try: an answer may be lost.
-    """
-    return dict(_ask_until(http, url, {"claim": claim}, "secrets", **patience))
-
-
-def fetch_token(
-    http: httpx.Client, service_url: str, attempt_id: str, code: str, claim: str
-) -> str:
-    """Exchange the code in a driver's environment for its token; raises `AttemptFailed`.
-
-    Ray shows the environment of a job to all who may use the cluster: a code serves once.
-    """
-    body = {"attempt_id": attempt_id, "code": code, "claim": claim}
-    return str(_ask_until(http, f"{service_url}/v1/attempts:claim", body, "token"))
-
-
-def _ask_until(
+def claim(
     http: httpx.Client,
     url: str,
     body: Mapping[str, str],
@@ -82,6 +64,10 @@ def _ask_until(
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Any:
+    """Claim `what` at a URL of the service, which gives it to one claim; raises `AttemptFailed`.
+
+    The claim in `body` is the same in every try: an answer may be lost.
+    """
     give_up_at = clock() + patience_s
     while True:
         try:
@@ -159,8 +145,10 @@ class DriverContext:
         code = env.get("SHARDLOOM_ATTEMPT_CODE")
         if not code or not context.service_url:
             return context
+        # Ray shows the environment of a job to all who may use the cluster: a code serves once.
+        body = {"attempt_id": attempt_id, "code": code, "claim": context.claim}
         with context.connect(POST_TIMEOUT_S) as http:
-            token = fetch_token(http, context.service_url, attempt_id, code, context.claim)
+            token = claim(http, f"{context.service_url}/v1/attempts:claim", body, "token")
         return replace(context, token=token)
 
     def connect(self, timeout_s: float) -> httpx.Client:
@@ -269,7 +257,16 @@ class Attempt:
             mirror=c.mirror,
         )
 
-    def report_resize(self, before: int, now: int, cause: str, *, restarted: bool) -> None:
+    def report_size(
+        self, before: int | None, now: int, cause: str, request: ResizeRequest, *, restarted: bool
+    ) -> None:
+        """Report another number of workers than `before`, or, at first, than the layout has."""
+        if before is None and now == request.workers:
+            # The layout is told as large as the job may grow, also where an earlier attempt was
+            # resized.
+            before, cause, restarted = self.spec.parallelism.world_size, "request", False
+        if before is None or now == before:
+            return
         resized = events.Resized(
             time=time.time(),
             world_size_before=before,

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -137,31 +137,6 @@ class GroupRun:
             self.pids.setdefault(host, set()).add(pid)
 
 
-def with_unseen_taken(hosts: Sequence[Host], runs: Iterable[GroupRun]) -> list[Host]:
-    """The hosts without the room of groups that start, which the cluster may still call free."""
-    taken = Counter(host for run in runs if not run.pids for host in run.hosts)
-    return [replace(host, num_free=max(0, host.num_free - taken[host.address])) for host in hosts]
-
-
-@dataclass(frozen=True)
-class RunnerConfig:
-    """What stays the same over all runs of an attempt's groups. Times are in seconds.
-
-    `read_hosts` gives the live hosts by address; `launch` starts the workers of one group, and its
-    result is their end. `clock` never runs backwards; hosts are excluded and drained by Unix time.
-    """
-
-    attempt: Attempt
-    read_hosts: Callable[[], list[Host]]
-    launch: Callable[[TrainRun], futures.Future[Failure | None]]
-    kill_on: Callable[[Host, Collection[int]], None] = kill_on
-    end_grace_s: float = 60.0
-    kill_grace_s: float = 5.0
-    clock: Callable[[], float] = time.monotonic
-    wall_clock: Callable[[], float] = time.time
-    wait: Callable[[float], None] = time.sleep
-
-
 @dataclass(frozen=True)
 class Ended:
     """The end of a run; without `failure` training is complete."""
@@ -171,17 +146,30 @@ class Ended:
 
 @dataclass
 class GroupRunLoop:
-    """One run of all groups: from the seed or a checkpoint until none is left, or all is done."""
+    """One run of all groups: from the seed or a checkpoint until none is left, or all is done.
 
-    config: RunnerConfig
+    `read_hosts` gives the live hosts by address; `launch` starts the workers of one group, and its
+    result is their end. The `coordinator` is this run's own, the records last for all runs. `clock`
+    never runs backwards; hosts are excluded and drained by Unix time.
+    """
+
+    attempt: Attempt
+    read_hosts: Callable[[], list[Host]]
+    launch: Callable[[TrainRun], Future[Failure | None]]
     coordinator: RayCoordinator
     record: HostRecord
-    run_index: int
     replacements: ReplacementPolicy
+    run_index: int
+    kill_on: Callable[[Host, Collection[int]], None] = kill_on
+    end_grace_s: float = 60.0
+    kill_grace_s: float = 5.0
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    wait: Callable[[float], None] = time.sleep
     runs: dict[int, GroupRun] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        attempt = self.config.attempt
+        attempt = self.attempt
         parallelism = attempt.spec.parallelism
         size = parallelism.group_size
         self._policy = GroupPolicy(
@@ -200,12 +188,25 @@ class GroupRunLoop:
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
         # When there were enough groups last, and any at all.
-        self._enough_at = self._any_at = self.config.clock()
+        self._enough_at = self._any_at = self.clock()
         self._is_shortage_told = False
         self._size: int | None = None
         self._resize_cause = ""
         self._leaving: frozenset[str] = frozenset()  # hosts about which a save was asked for
         self._num_saves = 0
+
+    def run(self) -> Failure | None:
+        """Run all groups once; None when training is complete."""
+        try:
+            while (ended := self.tick()) is None:
+                self.wait(_POLL_S)
+            if ended.failure is None:
+                self.await_workers()
+        finally:
+            # First, as it would tell killed workers as lost groups, and let the others train on.
+            self.coordinator.stop()
+        self.kill_workers()
+        return ended.failure
 
     def tick(self) -> Ended | None:
         """Poll once and act; how the run ended, if it did. Raises `Evicted`."""
@@ -222,13 +223,13 @@ class GroupRunLoop:
         if self._is_nobody_left():
             return self._end_without_groups()
         # A pause cannot be taken back: the leader may be saving already.
-        if self._is_pausing or self.config.attempt.context.is_pause_wanted:
+        if self._is_pausing or self.attempt.context.is_pause_wanted:
             return self._pause()
         return self._reconcile()
 
     def _pause(self) -> Ended | None:
         """Let the leader save for all, without new groups; the run ends when it has."""
-        attempt = self.config.attempt
+        attempt = self.attempt
         if attempt.capacity:
             # The job that preempts this one may need that room; saving takes time.
             attempt.capacity.close()
@@ -267,7 +268,7 @@ class GroupRunLoop:
 
         A restarted one does not have them all yet: they may take as long to find it.
         """
-        now, recovery = self.config.clock(), self.config.attempt.spec.recovery
+        now, recovery = self.clock(), self.attempt.spec.recovery
         present = {(each.group, each.incarnation) for each in status.groups}
         returning_s = finding_s(recovery.heartbeat_timeout_s) + _FOUND_S
         for run in list(self.runs.values()):
@@ -281,7 +282,7 @@ class GroupRunLoop:
                 self._let_go(run, run.leave_cause)
             else:
                 failure = absence_of(run, grace_s)
-                warn(self.config.attempt.writer, failure.message)
+                warn(self.attempt.writer, failure.message)
                 self._lose(run, failure)
 
     def _run_of(self, group: int, incarnation: int) -> GroupRun | None:
@@ -294,7 +295,7 @@ class GroupRunLoop:
         for run in [*self.runs.values(), *self._zombies]:
             if run.future.done():
                 fatal = self._remove(run, run.future.result()) or fatal
-            elif self.config.clock() > run.kill_at:
+            elif self.clock() > run.kill_at:
                 self._kill(run)
         return fatal
 
@@ -317,7 +318,7 @@ class GroupRunLoop:
         if run.is_killed and (rule.is_suspicious or rule.restarts_workers):
             return None  # the kill may have caused it
         ended = f"{run.name} ended: {failure.reason}: {failure.message}"
-        warn(self.config.attempt.writer, ended)
+        warn(self.attempt.writer, ended)
         return failure if self._failures.is_fatal(failure) else None
 
     def _explain_loss(self, run: GroupRun, failure: Failure) -> None:
@@ -329,7 +330,7 @@ class GroupRunLoop:
 
     def _lose(self, run: GroupRun, failure: Failure) -> None:
         """Give up a group. Workers that are still there are fenced, and killed soon."""
-        run.lost_at = self.config.clock()
+        run.lost_at = self.clock()
         run.kill_at = run.lost_at + _KILL_AFTER_S
         del self.runs[run.group]
         self._zombies.append(run)
@@ -337,26 +338,26 @@ class GroupRunLoop:
         if not run.is_spare:
             self._resize_cause = failure.reason
         self.coordinator.request("drop", run.group, run.incarnation, failure.reason)
-        unix_s = self.config.wall_clock()
+        unix_s = self.wall_clock()
         if failure.reason == EndReason.WORKERS_LOST:
             run.blamed_at = unix_s
         for exclusion in self._failures.add(failure, run.hosts, run.lost_at, unix_s):
-            self.config.attempt.writer.write(exclusion)
+            self.attempt.writer.write(exclusion)
 
     def _let_go(self, run: GroupRun, cause: str) -> None:
         """A group has left. One that led ends its save under way first."""
-        saving_s = self.config.attempt.spec.resources.collective_timeout_s
+        saving_s = self.attempt.spec.resources.collective_timeout_s
         run.leave_cause, run.has_left = cause, True
-        run.kill_at = self.config.clock() + self.config.end_grace_s + saving_s
+        run.kill_at = self.clock() + self.end_grace_s + saving_s
 
     def _kill(self, run: GroupRun) -> None:
         """SIGKILL the workers of a group that is lost or has left, once."""
         if run.is_killed:
             return
         run.is_killed = True
-        for host in self.config.read_hosts():
+        for host in self.read_hosts():
             if host.address in run.pids:
-                self.config.kill_on(host, run.pids[host.address])
+                self.kill_on(host, run.pids[host.address])
 
     def _is_nobody_left(self) -> bool:
         """Whether no group is left to go on from.
@@ -375,17 +376,17 @@ class GroupRunLoop:
 
     def _end_without_groups(self) -> Ended | None:
         """The end of a run without groups, once its cause is known or after `_LAST_WORDS_S`."""
-        now = self.config.clock()
+        now = self.clock()
         if any(now - (run.lost_at or now) < _LAST_WORDS_S for run in self._zombies):
             return None
         last = self._failures.last
         last = last or Failure(EndReason.WORKERS_LOST, "all groups ended before the training")
-        live_hosts = {host.address for host in self.config.read_hosts()}
+        live_hosts = {host.address for host in self.read_hosts()}
         return Ended(failures.with_lost_host(last, live_hosts))
 
     def _reconcile(self) -> Ended | None:
         """Start and retire groups by the policy; ends a run that has room for none."""
-        request, hosts = self._requests.poll(), self.config.read_hosts()
+        request, hosts = self._requests.poll(), self.read_hosts()
         self._save_before_loss(hosts)
         self._judge_stragglers(request, hosts)
         actions = decide(self._policy, self._view(request, hosts))
@@ -419,8 +420,8 @@ class GroupRunLoop:
             without = replace(view, drained=view.drained | {found.host})
             has_room = self._num_coming(without) > self._num_coming(view)
             is_replaced = self.replacements.replaces(found.host, has_room=has_room)
-            self.config.attempt.report_straggler(
-                found, self.record, self.config.wall_clock(), is_replaced=is_replaced
+            self.attempt.report_straggler(
+                found, self.record, self.wall_clock(), is_replaced=is_replaced
             )
             if is_replaced:
                 self._slow_hosts.add(found.host)
@@ -448,17 +449,17 @@ class GroupRunLoop:
         self._leaving = leaving
         self._num_saves += 1
         deadlines = [each for host in leaving if (each := draining[host])]
-        notice = f", in {min(deadlines) - self.config.wall_clock():.0f} s" if deadlines else ""
+        notice = f", in {min(deadlines) - self.wall_clock():.0f} s" if deadlines else ""
         warn(
-            self.config.attempt.writer,
+            self.attempt.writer,
             f"all groups are about to lose hosts ({', '.join(sorted(leaving))}{notice}): a "
             "checkpoint is saved at once",
         )
 
     def _seek_capacity(self, request: ResizeRequest) -> None:
         """Request missing room of the autoscaler; not directly after a loss."""
-        capacity = self.config.attempt.capacity
-        if capacity and self.config.clock() >= self._failures.may_start_at:
+        capacity = self.attempt.capacity
+        if capacity and self.clock() >= self._failures.may_start_at:
             hosts = capacity.read_free_hosts()
             capacity.seek(need_of(self._policy, self._view(request, hosts)), hosts)
 
@@ -468,11 +469,13 @@ class GroupRunLoop:
         return [run for run in self._groups if not run.leave_cause]
 
     def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
-        now = self.config.clock()
-        excluded = self.record.excluded(self.config.wall_clock())
+        now = self.clock()
+        # Room of groups that start, which the cluster may still call free.
+        taken = Counter(at for run in self.runs.values() if not run.pids for at in run.hosts)
+        excluded = self.record.excluded(self.wall_clock())
         wanted = request.wanted_beside(len(self._staying) * self._policy.group_size)
         return View(
-            hosts=with_unseen_taken(hosts, self.runs.values()),
+            hosts=[replace(h, num_free=max(0, h.num_free - taken[h.address])) for h in hosts],
             groups=[run.placed for run in self.runs.values()],
             target=self._policy.target(wanted),
             drained=request.drain_hosts | (self._slow_hosts & excluded),
@@ -496,11 +499,11 @@ class GroupRunLoop:
     def _start(self, start: Start) -> None:
         incarnation = self._next_incarnations[start.group]
         self._next_incarnations[start.group] += 1
-        attempt = self.config.attempt
+        attempt = self.attempt
         group = GroupConfig(
             start.group, incarnation, self.coordinator.actor_name, is_spare=start.is_spare
         )
-        node_ids = {host.address: host.node_id for host in self.config.read_hosts()}
+        node_ids = {host.address: host.node_id for host in self.read_hosts()}
         run = TrainRun(
             attempt.config(self.run_index, group),
             len(start.hosts),
@@ -509,20 +512,20 @@ class GroupRunLoop:
         )
         if attempt.capacity:
             attempt.capacity.give(run.node_ids)
-        future = self.config.launch(run)
+        future = self.launch(run)
         started = GroupRun(
             start.group,
             incarnation,
             start.hosts,
             future,
             start.is_spare,
-            absent_since=self.config.clock(),
+            absent_since=self.clock(),
         )
         self.runs[start.group] = started
         message = f"starting {started.name}"
         logger.info("%s", message)
         if incarnation or self._has_trained:
-            attempt.writer.write(events.Note(time=self.config.wall_clock(), message=message))
+            attempt.writer.write(events.Note(time=self.wall_clock(), message=message))
 
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
         run, cause = self.runs[action.group], action.cause
@@ -543,19 +546,13 @@ class GroupRunLoop:
             return
         size = len(runs) * self._policy.group_size
         before, self._size = self._size, size
-        if before is None and size == request.workers:
-            # The layout is told as large as the job may grow, also where an earlier attempt was
-            # resized.
-            before, self._resize_cause = self._policy.most * self._policy.group_size, "request"
-        if before is None or size == before:
-            return
-        if size > before:
+        if before is not None and size > before:
             self._resize_cause = "room" if request.workers is None else "request"
-        self.config.attempt.report_resize(before, size, self._resize_cause, restarted=False)
+        self.attempt.report_size(before, size, self._resize_cause, request, restarted=False)
 
     def _check_shortage(self) -> Ended | None:
         """Tell once that there have been too few groups for a while; ends a run that had none."""
-        now, attempt = self.config.clock(), self.config.attempt
+        now, attempt = self.clock(), self.attempt
         num_groups, has_autoscaler = len(self._staying), attempt.capacity is not None
         if num_groups >= self._policy.least:
             self._enough_at, self._is_shortage_told = now, False
@@ -586,7 +583,7 @@ class GroupRunLoop:
         """Wait for the workers to end after a complete training."""
         # Who did not train has nothing to end, and may still be starting.
         trained = [run.future for run in self.runs.values() if run.was_current]
-        futures.wait(trained, self.config.end_grace_s)
+        futures.wait(trained, self.end_grace_s)
 
     def kill_workers(self) -> None:
         """Kill the workers that are left."""
@@ -594,29 +591,7 @@ class GroupRunLoop:
         for run in runs:
             if not run.future.done():
                 self._kill(run)
-        futures.wait([run.future for run in runs], self.config.kill_grace_s)
-
-
-def run_groups(
-    config: RunnerConfig,
-    record: HostRecord,
-    replacements: ReplacementPolicy,
-    start_coordinator: Callable[[int], RayCoordinator],
-    run_index: int,
-) -> Failure | None:
-    """Run all groups once, with a coordinator of its own; the records last for all runs."""
-    coordinator = start_coordinator(run_index)
-    loop = GroupRunLoop(config, coordinator, record, run_index, replacements)
-    try:
-        while (ended := loop.tick()) is None:
-            config.wait(_POLL_S)
-        if ended.failure is None:
-            loop.await_workers()
-    finally:
-        # First, as it would tell killed workers as lost groups, and let the others train on.
-        coordinator.stop()
-    loop.kill_workers()
-    return ended.failure
+        futures.wait([run.future for run in runs], self.kill_grace_s)
 
 
 def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:

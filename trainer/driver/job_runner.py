@@ -326,7 +326,9 @@ class JobRunner:
         current = None if self.attempt.context.is_pause_wanted else self._plan()
         if current is None:
             return PAUSED_EARLY
-        self._report_size(current.num_workers)
+        before, self._size = self._size, current.num_workers
+        request = self._requests.poll()
+        self.attempt.report_size(before, self._size, self._cause, request, restarted=True)
         run = self._run(run_index, current)
         self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), time.time())
         if self.attempt.capacity:
@@ -398,16 +400,6 @@ class JobRunner:
             f"the job waits for other hosts than {left_out}: drained, or excluded as failing or "
             f"slow; the latter are taken again if none has come in {_OTHERS_S:.0f} s",
         )
-
-    def _report_size(self, num_workers: int) -> None:
-        before, cause, restarted = self._size, self._cause, self._size is not None
-        if before is None and num_workers == self._requests.poll().workers:
-            # The layout is told as large as the job may grow, also where an earlier attempt was
-            # resized.
-            before, cause = self._bounds.most, "request"
-        if before is not None and num_workers != before:
-            self.attempt.report_resize(before, num_workers, cause, restarted=restarted)
-        self._size = num_workers
 
     def _run(self, run_index: int, current: Plan) -> TrainRun:
         config = replace(self.attempt.config(run_index), watch_address=self.hang_monitor.address)

@@ -33,7 +33,7 @@ from trainer.driver.attempt import (
     AttemptFailed,
     DriverContext,
     Outcome,
-    fetch_secrets,
+    claim,
     run_with_restarts,
     warn,
 )
@@ -247,13 +247,18 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     # Imported late, as that takes seconds and a faulty spec is reported without.
     if attempt.spec.parallelism.failure_domain == "replica_group":
         from trainer.driver.coordinator_actor import RayCoordinator
-        from trainer.driver.group_runner import RunnerConfig, run_groups
+        from trainer.driver.group_runner import GroupRunLoop
 
         _set_unless_given(GROUP_SETTINGS)
-        config = RunnerConfig(attempt, find_hosts, launch)
-        start = partial(RayCoordinator, attempt)
-        replacements = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
-        return partial(run_groups, config, record, replacements, start)
+        policy = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
+
+        def run_once(index: int) -> Outcome:
+            coordinator = RayCoordinator(attempt, index)
+            return GroupRunLoop(
+                attempt, find_hosts, launch, coordinator, record, policy, index
+            ).run()
+
+        return run_once
 
     import ray.util
 
@@ -379,7 +384,7 @@ def with_secrets(context: DriverContext) -> DriverContext:
         return context
     url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"
     with context.connect(POST_TIMEOUT_S) as http:
-        secrets = fetch_secrets(http, url, context.claim)
+        secrets = claim(http, url, {"claim": context.claim}, "secrets")
     os.environ.update(secrets)
     return replace(context, secrets=secrets)
 

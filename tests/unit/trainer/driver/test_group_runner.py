@@ -24,9 +24,7 @@ from trainer.driver.group_runner import (
     Ended,
     FailureTracker,
     GroupRunLoop,
-    RunnerConfig,
     failure_of,
-    run_groups,
 )
 from trainer.driver.ray_train import Evicted, TrainRun
 from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
@@ -76,9 +74,9 @@ class World:
         times = {"clock": lambda: self.now, "wait": self.wait}
         times |= {"wall_clock": lambda: self.now - self.set_back_s}
         times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
-        config = RunnerConfig(attempt, self.read_hosts, self.launch, self.kill_on, **times)
         policy = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
-        self.life = GroupRunLoop(config, self, HostRecord(2, 600), 0, policy)
+        parts = self.read_hosts, self.launch, self, HostRecord(2, 600), policy, 0, self.kill_on
+        self.life = GroupRunLoop(attempt, *parts, **times)
 
     def grow_by_itself(self) -> None:
         """The cluster has an autoscaler, and no host yet."""
@@ -534,8 +532,7 @@ def test_a_host_that_fails_often_is_excluded_by_unix_time_and_a_clock_set_back_d
     assert (excluded.host, excluded.num_failures) == ("b", 2)
     assert excluded.until - excluded.time == 600
     assert excluded.time < world.now - 400
-    default = RunnerConfig(world.attempt, world.read_hosts, world.launch)
-    assert default.clock is time.monotonic
+    assert GroupRunLoop.clock is time.monotonic
 
 
 def test_an_evicted_driver_says_nothing(world: World) -> None:
@@ -654,9 +651,7 @@ def test_a_life_stops_its_coordinator_before_it_kills_who_is_left(world: World) 
         if world.now > 1002:
             world.failure = Failure(EndReason.NON_FINITE, "nan")
 
-    config = replace(world.life.config, wait=wait, kill_on=kill_on)
-    policy = ReplacementPolicy(is_wanted=False)
-    failure = run_groups(config, world.life.record, policy, lambda run_index: world, 0)
+    failure = replace(world.life, wait=wait, kill_on=kill_on).run()
     assert failure == Failure(EndReason.NON_FINITE, "nan")
     assert world.is_stopped
     assert {host for host, _ in world.killed} == {"a", "b", "c"}

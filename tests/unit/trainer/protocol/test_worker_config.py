@@ -11,7 +11,7 @@ import pytest
 from tests.harness.builders import spec
 from tests.harness.clock import FakeClock
 from tests.unit.trainer.driver.scripted import attempt_in
-from trainer.driver.attempt import AttemptFailed, DriverContext, fetch_secrets
+from trainer.driver.attempt import AttemptFailed, DriverContext, claim
 from trainer.driver.main import with_secrets
 from trainer.failures import EndReason
 from trainer.protocol.run_dir import RunDir
@@ -40,7 +40,7 @@ class Service:
         clock = FakeClock()
         with httpx.Client(transport=httpx.MockTransport(self.answer)) as http:
             patience = {"patience_s": 10.0, "wait": clock.sleep, "clock": clock}
-            return fetch_secrets(http, URL, "c" * 43, **patience)
+            return claim(http, URL, {"claim": "c" * 43}, "secrets", **patience)
 
 
 def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None:

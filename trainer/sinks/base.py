@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import BaseModel
 
@@ -23,8 +23,6 @@ from trainer.protocol.run_dir import AttemptDir, RunDir, write_whole
 logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 _MAX_PAUSE_S = 60.0
-# What a sink remembers from one attempt to the next: plain JSON.
-Memory = dict[str, Any]
 
 
 class Sink(Protocol):
@@ -32,15 +30,11 @@ class Sink(Protocol):
 
     name: str
 
-    def open(self, memory: Memory) -> None:
-        """Begin, or go on where an earlier attempt was, which is what `memory` tells.
-
-        After each `take` the same dict is saved in one file with the offsets, so that what a sink
-        keeps in it is as of the records that it took. After a kill the last ones may come again.
-        """
+    def open(self) -> None:
+        """Begin, or go on where an earlier attempt was."""
 
     def take(self, events: Sequence[Event]) -> None:
-        """Take records; when it raises it is given them again."""
+        """Take records; when it raises, or after a kill, it is given them again."""
 
     def close(self) -> None:
         """Nothing more will come."""
@@ -95,8 +89,7 @@ class Feed:
         """Hand everything new to the sink; False if it failed."""
         try:
             if not self._is_open:
-                self._sink.open(self._cursor.memory)
-                self._cursor.save(self._cursor_path)
+                self._sink.open()
                 self._is_open = True
             # Workers start only where no earlier attempt writes, whose files are then complete.
             is_alone = any(path.stem != "driver" for path in self._attempts[-1].stream_paths())
@@ -131,10 +124,9 @@ class Feed:
 
 
 class Cursor(BaseModel):
-    """How far a sink has read, by stream, and what it remembers; a file on run storage."""
+    """How far a sink has read, by stream; a file on run storage."""
 
     offsets: dict[str, int] = {}
-    memory: Memory = {}
 
     @classmethod
     def read(cls, path: Path) -> Cursor:

@@ -6,10 +6,10 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.protocol.events import AttemptEnded, AttemptStarted, Event, Metrics
-from trainer.sinks.base import Memory
 
 _JOB_TAG = "shardloom.job_id"
 # MLflow's own limits of one request.
@@ -24,30 +24,26 @@ _FINAL_STATUS = {"completed": "FINISHED", "cancelled": "KILLED"}
 _PAUSED_STATUS = "SCHEDULED"
 
 
+@dataclass
 class MlflowSink:
-    """One run per job, whose id is remembered from attempt to attempt."""
+    """One run per job, which attempts find by its tag."""
 
     name = "mlflow"
+    tracking_uri: str
+    experiment: str
+    job_id: str
+    spec: Mapping[str, Any]
+    _client: Any = None
+    _run_id: str = ""
 
-    def __init__(
-        self, tracking_uri: str, experiment: str, job_id: str, spec: Mapping[str, Any]
-    ) -> None:
-        self._tracking_uri = tracking_uri
-        self._experiment = experiment
-        self._job_id = job_id
-        self._spec = spec
-        self._client: Any = None
-        self._run_id = ""
-
-    def open(self, memory: Memory) -> None:
+    def open(self) -> None:
         """Find the job's run, or begin it."""
         # MLflow would report its use to its makers: nobody asked the user for that.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
-        self._client = MlflowClient(tracking_uri=self._tracking_uri)
-        self._run_id = memory.get("run_id") or self._find_or_create_run()
-        memory["run_id"] = self._run_id
+        self._client = MlflowClient(tracking_uri=self.tracking_uri)
+        self._run_id = self._find_or_create_run()
 
     def take(self, events: Sequence[Event]) -> None:
         metrics = _metrics_of(events)
@@ -73,19 +69,18 @@ class MlflowSink:
     def _find_or_create_run(self) -> str:
         from mlflow.entities import Param
 
-        known = self._client.get_experiment_by_name(self._experiment)
+        known = self._client.get_experiment_by_name(self.experiment)
         experiment_id = (
-            known.experiment_id if known else self._client.create_experiment(self._experiment)
+            known.experiment_id if known else self._client.create_experiment(self.experiment)
         )
-        # A run that an attempt began and was killed before it could remember it.
-        wanted = f"tags.`{_JOB_TAG}` = '{self._job_id}'"
+        wanted = f"tags.`{_JOB_TAG}` = '{self.job_id}'"
         if found := self._client.search_runs([experiment_id], wanted, max_results=1):
             return str(found[0].info.run_id)
-        labels = self._spec.get("labels", {}).items()
-        tags = {_JOB_TAG: self._job_id, **{_name(f"label.{key}"): text for key, text in labels}}
-        name = str(self._spec.get("name", self._job_id))
+        labels = self.spec.get("labels", {}).items()
+        tags = {_JOB_TAG: self.job_id, **{_name(f"label.{key}"): text for key, text in labels}}
+        name = str(self.spec.get("name", self.job_id))
         run = self._client.create_run(experiment_id, tags=tags, run_name=name)
-        fields = {_name(key): text[:_MAX_PARAM_CHARS] for key, text in flattened(self._spec)}
+        fields = {_name(key): text[:_MAX_PARAM_CHARS] for key, text in flattened(self.spec)}
         params = itertools.starmap(Param, itertools.islice(fields.items(), _MAX_PARAMS))
         self._client.log_batch(run.info.run_id, params=[*params])
         return str(run.info.run_id)

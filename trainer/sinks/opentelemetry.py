@@ -9,6 +9,7 @@ attempt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.protocol.events import (
@@ -21,12 +22,12 @@ from trainer.protocol.events import (
     WorkersLost,
     WorkersStarted,
 )
-from trainer.sinks.base import Memory
 
 _GOOD_ENDS = ("completed", "cancelled", "paused")
 _FLUSH_TIMEOUT_MS = 5000
 
 
+@dataclass
 class SpanSink:
     """Sends the spans of one attempt to the collector at `endpoint` (OTLP over HTTP).
 
@@ -34,21 +35,17 @@ class SpanSink:
     """
 
     name = "opentelemetry"
+    endpoint: str
+    traceparent: str
+    attempt_id: str
+    exporter: Any = None
+    _provider: Any = None
+    _tracer: Any = None
+    _attempt: Any = None
+    # When the workers began to be awaited: again and again, in a job with losses.
+    _awaited: list[float] = field(default_factory=list)
 
-    def __init__(
-        self, endpoint: str, traceparent: str, attempt_id: str, exporter: Any = None
-    ) -> None:
-        self._endpoint = endpoint
-        self._traceparent = traceparent
-        self._attempt_id = attempt_id
-        self._exporter = exporter
-        self._provider: Any = None
-        self._tracer: Any = None
-        self._attempt: Any = None
-        # When the workers began to be awaited: again and again, in a job with losses.
-        self._awaited: list[float] = []
-
-    def open(self, memory: Memory) -> None:
+    def open(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -56,8 +53,8 @@ class SpanSink:
 
         resource = Resource.create({"service.name": "shardloom-driver"})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        endpoint = f"{self._endpoint.rstrip('/')}/v1/traces"
-        exporter = self._exporter or OTLPSpanExporter(endpoint=endpoint, timeout=5)
+        endpoint = f"{self.endpoint.rstrip('/')}/v1/traces"
+        exporter = self.exporter or OTLPSpanExporter(endpoint=endpoint, timeout=5)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("shardloom.driver")
 
@@ -92,12 +89,12 @@ class SpanSink:
     def _begin(self, time: float) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        carrier = {"traceparent": self._traceparent}
+        carrier = {"traceparent": self.traceparent}
         self._attempt = self._tracer.start_span(
             "attempt",
             context=TraceContextTextMapPropagator().extract(carrier),
             start_time=_ns(time),
-            attributes={"shardloom.attempt_id": self._attempt_id},
+            attributes={"shardloom.attempt_id": self.attempt_id},
         )
 
     def _span(self, name: str, began: float, ended: float, facts: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.protocol.events import Event, Metrics, WorkersStarted
-from trainer.sinks.base import Memory
 
 
 class TensorBoardSink:
@@ -19,7 +18,7 @@ class TensorBoardSink:
         self._folder = folder
         self._writer: Any = None
 
-    def open(self, memory: Memory) -> None:
+    def open(self) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +30,7 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._writer is None:
-            self.open({})
+            self.open()
         # One that has failed would fail for ever, as its thread is dead.
         writer, self._writer = self._writer, None
         for event in events:

@@ -56,6 +56,20 @@ cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
 karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 
+{{- /* Machines for a pod. Kueue gives each podset the flavor whose taint it tolerates: its own (queue.yaml). */}}
+{{- define "shardloom.placement" -}}
+{{- with .of.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- $all := .of.tolerations }}
+{{- if and .flavor (eq .root.Values.queue.kind "kueue") }}
+{{- $all = append $all (dict "key" "shardloom.io/flavor" "operator" "Equal" "value" .flavor "effect" "NoSchedule") }}
+{{- end }}
+{{- with $all }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{- define "shardloom.container" -}}
 # What a pod that ends has said last is in its status.
 terminationMessagePolicy: FallbackToLogsOnError

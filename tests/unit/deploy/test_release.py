@@ -177,15 +177,3 @@ def test_the_chart_is_pushed_to_an_oci_registry_with_rules(
     client.push.assert_called_once_with(package, repository)
     with pytest.raises(SystemExit, match="CHART_REPOSITORY=: set the registry and folder"):
         push(package, {})
-
-
-# ---- what CI brings
-
-
-def test_definitions_that_are_not_those_of_kuberay_are_not_kept(tmp_path: Path) -> None:
-    path = _stub(
-        tmp_path / "bin", "curl", 'while [ "$1" != --output ]; do shift; done; echo x >"$2"'
-    )
-    done = run_program(["tests/harness/kube/fetch_definitions.sh", tmp_path / "crds"], PATH=path)
-    assert done.returncode != 0
-    assert not list((tmp_path / "crds").glob("*.yaml"))

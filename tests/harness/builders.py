@@ -21,6 +21,7 @@ from service.domain.models import (
     new_job_id,
 )
 from service.domain.webhooks import Webhook, new_webhook_id
+from trainer.layout.hosts import HostFacts
 from trainer.protocol.events import (
     AttemptEnded,
     CheckpointCommitted,
@@ -80,6 +81,11 @@ def spec_document(**changes: Any) -> dict[str, Any]:
 
 def spec(*, max_failures: int = 3, **changes: Any) -> JobSpec:
     return validate_spec(spec_document(retry={"max_failures": max_failures}, **changes))
+
+
+def hosts(*cpus: float, gpus: float = 0, memory_bytes: int = 8 * 2**30) -> tuple[HostFacts, ...]:
+    """Hosts with so many CPUs each."""
+    return tuple(HostFacts(f"10.0.0.{n}", c, gpus, memory_bytes) for n, c in enumerate(cpus))
 
 
 def queued_job(*, now: float = NOW, max_failures: int = 3, **changes: Any) -> Job:

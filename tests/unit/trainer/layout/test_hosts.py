@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.builders import spec
+from tests.harness.builders import hosts, spec
 from trainer.layout import hosts as hosts_module
 from trainer.layout.hosts import (
-    HostFacts,
     host_memory_bytes,
     hosts_by_address,
     hosts_to_come,
@@ -24,11 +23,6 @@ from trainer.layout.hosts import (
 from trainer.spec.job import JobSpec
 
 GIB = 2**30
-
-
-def hosts(*cpus: float, gpus: float = 0, memory_bytes: int = 8 * GIB) -> tuple[HostFacts, ...]:
-    """Hosts with so many CPUs each."""
-    return tuple(HostFacts(f"10.0.0.{n}", c, gpus, memory_bytes) for n, c in enumerate(cpus))
 
 
 def job(workers: Any = 4, **resources: Any) -> JobSpec:

@@ -214,11 +214,5 @@ class JobSections(SpecModel):
         return copied
 
     @property
-    def dynamic_features(self) -> frozenset[str]:
-        """Names of the features whose tables give rows to ids as they turn up."""
-        dynamic = self.dynamic_tables
-        return frozenset(each.name for each in self.sparse_features if each.table in dynamic)
-
-    @property
     def sparse_features(self) -> tuple[FeatureSpec, ...]:
         return tuple(feature for feature in self.features if feature.is_sparse)

@@ -97,5 +97,5 @@ def usual_url() -> str:
     # Imported here because a local stack needs Linux, and a client of a service elsewhere does not.
     from service.local.state import StackHome
 
-    stack = StackHome.from_environment().read_state()
+    stack = StackHome().read_state()
     return DEFAULT_URL if stack is None else stack.url

@@ -158,12 +158,9 @@ def open_client(url: str | None, **options: Any) -> ShardloomClient:
 def print_json(value: object) -> None:
     """Print one JSON document on standard output, with models at any depth; NaN is null there."""
     document = to_jsonable_python(value, inf_nan_mode="null")
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=not _shows_all()))
-
-
-def _shows_all() -> bool:
-    """Whether standard output can carry every character."""
-    return (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+    encoding = getattr(sys.stdout, "encoding", None) or ""
+    shows_all = encoding.lower().startswith("utf")
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=not shows_all))
 
 
 def print_answer(value: object, page: RenderableType, *, as_json: bool, empty: str = "") -> None:
@@ -188,7 +185,12 @@ def print_line(value: object, line: str, hint: str = "", *, as_json: bool) -> No
 
 def print_hint(text: str) -> None:
     """Print a hint on standard error, out of the way of scripts."""
-    error_console().print(Text(text, style="dim"))
+    print_dim(text, error_console())
+
+
+def print_dim(text: str, output: Console | None = None) -> None:
+    """Print what is less prominent than an answer."""
+    (output or console()).print(Text(text, style="dim"))
 
 
 def read_spec(source: str, overrides: Sequence[str] | None) -> dict[str, Any]:

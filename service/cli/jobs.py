@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from datetime import datetime
 from typing import Annotated
 
 import typer
 from pydantic_core import to_json
-from rich.text import Text
 
+from service.cli.artifacts import moment
 from service.cli.common import (
     HERE,
     Client,
@@ -26,6 +25,7 @@ from service.cli.common import (
     YesOption,
     console,
     print_answer,
+    print_dim,
     print_json,
     print_line,
 )
@@ -76,13 +76,15 @@ def ps(
         list[str] | None, typer.Option(help="Only jobs with this label, KEY=VALUE; repeatable.")
     ] = None,
     since: Annotated[
-        datetime | None, typer.Option(help="Only jobs created at or after this local time.")
+        str | None,
+        typer.Option(metavar="TIME", help="Only jobs since then: 10m (ago) or 2026-11-21T10:00."),
     ] = None,
     until: Annotated[
-        datetime | None, typer.Option(help="Only jobs created before this local time.")
+        str | None, typer.Option(metavar="TIME", help="Only jobs before; written as --since.")
     ] = None,
 ) -> None:
     """List jobs, newest first."""
+    now_s = time.time()
     found = client.iter_jobs(
         statuses=status or (),
         name=name,
@@ -90,23 +92,16 @@ def ps(
         labels=label or (),
         metrics=metric or (),
         search=search,
-        created_after=_unix_s(since),
-        created_before=_unix_s(until),
+        created_after=moment(since, now_s),
+        created_before=moment(until, now_s),
     )
     jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
     shown = jobs if show_all else jobs[:DEFAULT_NUM_JOBS]
     empty = "no jobs; `shardloom run SPEC` starts one"
-    table = jobs_table(shown, time.time(), console().width)
+    table = jobs_table(shown, now_s, console().width)
     print_answer(shown, table, as_json=as_json, empty=empty)
     if len(shown) < len(jobs) and not as_json:
-        console().print(Text("there are more: shardloom ps --all", style="dim"))
-
-
-def _unix_s(moment: datetime | None) -> float | None:
-    try:
-        return None if moment is None else moment.timestamp()
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{moment} is beyond all times; give one near now") from None
+        print_dim("there are more: shardloom ps --all")
 
 
 def show(job: JobArgument, client: Client = HERE, as_json: JsonOption = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -21,6 +22,8 @@ from service.cli.common import (
     console,
     error_console,
     print_answer,
+    print_dim,
+    print_hint,
     print_json,
 )
 from service.cli.render import facts_grid, plain_table
@@ -99,7 +102,7 @@ def ls(as_json: JsonOption = False) -> None:
 
 
 def _stack() -> LocalStack:
-    return LocalStack(StackHome.from_environment())
+    return LocalStack(StackHome())
 
 
 # ---- up, down, status
@@ -127,7 +130,7 @@ def up(
     SHARDLOOM_HOME names the folder of everything it keeps (default ~/.shardloom), and
     SHARDLOOM_RAY_ADDRESS a Ray cluster to use instead of a local one, as of several machines.
     """
-    home = StackHome.from_environment()
+    home = StackHome()
     stack = LocalStack(home, os.environ | ({"SHARDLOOM_AUTH": "none"} if no_auth else {}))
     before, is_up = home.read_state(), stack.running() is not None
     if is_up:
@@ -141,7 +144,7 @@ def up(
     except KeyboardInterrupt:
         # It stops whatever is not detached, a Ray that was there before as well.
         if before is not None and not is_up and not detach:
-            stack.down(_print_dim, only=before)
+            stack.down(print_dim, only=before)
         raise
     _print_addresses(home, state)
     if not is_up:
@@ -156,7 +159,7 @@ def down() -> None:
 
 def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Say whether the service and its cluster answer; exit code 3 if the service does not."""
-    home = StackHome.from_environment()
+    home = StackHome()
     state = home.read_state() if url is None else None
     with common.open_client(url) as client:
         error = client.why_not_alive()
@@ -181,7 +184,7 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
                 console().print(common.describe(error))
             if is_alive:
                 if url is None and state is None:
-                    _print_dim(f"no stack of {home.root} (SHARDLOOM_HOME) runs; this is another")
+                    print_dim(f"no stack of {home.root} (SHARDLOOM_HOME) runs; this is another")
                 _print_link(client.base_url)
     if not is_alive:
         raise typer.Exit(UNAVAILABLE)
@@ -192,15 +195,12 @@ def ensure_running() -> None:
     stack = _stack()
     if stack.running() is None:
         state = _start(stack, None, error_console())
-        error_console().print(Text(f"{state.url}  (`shardloom down` stops it)", style="dim"))
+        print_hint(f"{state.url}  (`shardloom down` stops it)")
 
 
 def _start(stack: LocalStack, port: int | None, output: Console, num_hosts: int = 1) -> StackState:
     """Start a stack, with a spinner where there is a terminal, above which milestones stand."""
-
-    def report(line: str) -> None:
-        output.print(Text(line, style="dim"))
-
+    report = partial(print_dim, output=output)
     with output.status("starting Shardloom", spinner="dots"):
         return stack.up(port=port, num_hosts=num_hosts, report=report)
 
@@ -208,25 +208,20 @@ def _start(stack: LocalStack, port: int | None, output: Console, num_hosts: int 
 def _stay(stack: LocalStack, state: StackState, *, detach: bool) -> None:
     """Keep the stack in the foreground until it ends, unless it is to be left running."""
     if detach:
-        console().print(Text("`shardloom down` stops it", style="dim"))
+        print_dim("`shardloom down` stops it")
         return
     try:
-        console().print(Text("Ctrl-C stops it", style="dim"))
+        print_dim("Ctrl-C stops it")
         message = stack.wait_until_broken(state)
     except KeyboardInterrupt:
         console().print("stopping")
-        stack.down(_print_dim, only=state)
+        stack.down(print_dim, only=state)
         return
     if stack.was_ended(state):
         return
     error_console().print(message)
-    stack.down(_print_dim, only=state)
+    stack.down(print_dim, only=state)
     raise typer.Exit(UNAVAILABLE)
-
-
-def _print_dim(line: str) -> None:
-    """Print a milestone, less prominent than an answer."""
-    console().print(Text(line, style="dim"))
 
 
 def _print_addresses(home: StackHome, state: StackState) -> None:
@@ -243,7 +238,7 @@ def _print_addresses(home: StackHome, state: StackState) -> None:
 def _print_link(url: str) -> None:
     """Print what lets a browser in, where the service in this home gave its user a token."""
     if token := local_token(url):
-        console().print(Text("this link opens the dashboard once, within an hour:", style="dim"))
+        print_dim("this link opens the dashboard once, within an hour:")
         link = f"{url}/login?code={login_code(token, time.time())}"
         # Whole, or it could not be copied.
         console().print(link, soft_wrap=True)

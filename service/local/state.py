@@ -15,7 +15,6 @@ import hashlib
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -62,23 +61,13 @@ class StackState(BaseModel):
         return (self.service, self.ray) == (other.service, other.ray)
 
 
-@dataclass(frozen=True)
 class StackHome:
-    """Paths of one local stack."""
+    """Paths of one local stack, by default that of SHARDLOOM_HOME."""
 
-    root: Path
-
-    @classmethod
-    def from_environment(cls) -> StackHome:
-        return cls(home_dir())
-
-    @property
-    def state_path(self) -> Path:
-        return self.root / "stack.json"
-
-    @property
-    def token_path(self) -> Path:
-        return self.root / "ray-token"
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or home_dir()
+        self.state_path = self.root / "stack.json"
+        self.token_path = self.root / "ray-token"
 
     @property
     def ray_dir(self) -> Path:

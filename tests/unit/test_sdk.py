@@ -59,7 +59,7 @@ def test_a_submission_without_a_url_goes_to_the_local_stack(
 ) -> None:
     monkeypatch.delenv("SHARDLOOM_URL")
     stack = StackState(url=service.url, boot_id="this", started_at=0.0)
-    StackHome.from_environment().write(stack)
+    StackHome().write(stack)
     assert shardloom.submit(EXAMPLE_SPEC).id == job_body()["id"]
 
 

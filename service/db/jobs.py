@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +36,17 @@ from sqlalchemy import (
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from service import errors
-from service.db import metrics, queries, rows
+from service.db import queries, rows
 from service.db.engine import (
-    Transactions,
     known_revisions,
     migrate,
     newest_revision,
     open_engine,
     repeated,
     stored_revision,
+    upsert,
 )
+from service.db.metrics import MetricStore
 from service.db.tables import (
     LIVE,
     attempts,
@@ -67,7 +67,6 @@ from service.domain.models import (
     Checkpoint,
     Job,
     JobStatus,
-    MetricPoint,
     TimelineEvent,
 )
 from trainer.protocol.events import EventAck, EventBatch
@@ -76,7 +75,7 @@ logger = logging.getLogger(__name__)
 _AT_REST = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 
 
-class JobStore(Transactions):
+class JobStore(MetricStore):
     """Durable jobs in a SQL database: SQLite in WAL mode, or PostgreSQL."""
 
     # Ids of live jobs that this version cannot read, at the last look.
@@ -133,8 +132,12 @@ class JobStore(Transactions):
 
     def find_submitted(self, idempotency_key: str, request_hash: str, project: str) -> Job | None:
         """The job created with a key in a project, if any; raises `IdempotencyConflict`."""
+        wanted = {"project": project, "key": idempotency_key}
         with self.read(is_single=True) as connection:
-            return queries.job_of_key(connection, project, idempotency_key, request_hash)
+            found = connection.execute(queries.JOB_OF_KEY, wanted).mappings().one_or_none()
+        if found is not None and found["request_hash"] != request_hash:
+            raise errors.IdempotencyConflict(idempotency_key)
+        return None if found is None else rows.job_of(found)
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""
@@ -296,21 +299,24 @@ class JobStore(Transactions):
         Raises `SequenceGap` if records before it are missing, `RecordRefused` if the database
         cannot hold one of them, `Forbidden` if the attempt ended `late_s` or more before `now`.
         """
-        with _refusing_bad_records(attempt_id), self.write() as connection:
-            job, attempt = queries.lock(connection, attempt_id)
-            if attempt.ended_at is not None and now - attempt.ended_at >= late_s:
-                raise errors.Forbidden(
-                    f"attempt {attempt_id} ended too long ago to deliver records"
-                )
-            next_seq = queries.next_seq_of(connection, attempt_id, batch.stream)
-            if batch.first_seq > next_seq:
-                raise errors.SequenceGap(batch.stream, batch.first_seq, next_seq)
-            fresh = batch.events[next_seq - batch.first_seq :]
-            if fresh:
-                next_seq += len(fresh)
-                result = apply_events(job, attempt, fresh, now)
-                queries.save_ingest(connection, job, attempt, result)
-                queries.move_stream(connection, attempt_id, batch.stream, next_seq)
+        at = {"attempt_id": attempt_id, "stream": batch.stream}
+        try:
+            with self.write() as connection:
+                job, attempt = queries.lock(connection, attempt_id)
+                if attempt.ended_at is not None and now - attempt.ended_at >= late_s:
+                    why = f"attempt {attempt_id} ended too long ago to deliver records"
+                    raise errors.Forbidden(why)
+                next_seq = connection.execute(queries.NEXT_SEQ, at).scalar_one_or_none() or 0
+                if batch.first_seq > next_seq:
+                    raise errors.SequenceGap(batch.stream, batch.first_seq, next_seq)
+                if fresh := batch.events[next_seq - batch.first_seq :]:
+                    next_seq += len(fresh)
+                    result = apply_events(job, attempt, fresh, now)
+                    queries.save_ingest(connection, job, attempt, result)
+                    upsert(connection, streams, {**at, "next_seq": next_seq}, *at)
+        except (DataError, IntegrityError, OverflowError, UnicodeEncodeError) as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            raise errors.RecordRefused(attempt_id, str(cause)) from error
         return EventAck(stream=batch.stream, next_seq=next_seq)
 
     def stream_positions(self, attempt_id: str) -> dict[str, int]:
@@ -347,24 +353,6 @@ class JobStore(Transactions):
         # Sorted here: databases differ in how they sort texts.
         return sorted(row["name"] for row in self.rows(query))
 
-    def metric_points(
-        self,
-        job_id: str,
-        name: str,
-        *,
-        from_step: int | None = None,
-        to_step: int | None = None,
-        max_points: int = 500,
-    ) -> list[MetricPoint]:
-        """Points in step order, at most `max_points`: min, max and mean per bucket of steps."""
-        with self.read() as connection:
-            return metrics.read_points(connection, job_id, name, from_step, to_step, max_points)
-
-    def metric_sample(self, job_id: str, name: str, num_points: int) -> list[tuple[int, float]]:
-        """At most `num_points` points (step, value) over all steps, for a small curve."""
-        with self.read() as connection:
-            return metrics.sample_points(connection, job_id, name, num_points)
-
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""
         query = select(checkpoints).where(checkpoints.c.job_id == job_id)
@@ -394,12 +382,3 @@ def _rows_of(table: Table, job_id: str) -> ColumnElement[bool] | None:
         if owners is not None:
             return key.parent.in_(select(key.column).where(owners))
     return None
-
-
-@contextmanager
-def _refusing_bad_records(attempt_id: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, IntegrityError, OverflowError, UnicodeEncodeError) as error:
-        cause = error.orig if isinstance(error, DBAPIError) else error
-        raise errors.RecordRefused(attempt_id, str(cause)) from error

@@ -130,42 +130,66 @@ def _widen_bounds(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> No
     )
 
 
-def read_points(
-    connection: Connection,
-    job_id: str,
-    name: str,
-    from_step: int | None,
-    to_step: int | None,
-    max_points: int,
-) -> list[MetricPoint]:
-    """Points of one metric in step order: as they are, or in at most `max_points` buckets of steps.
+class MetricStore(Transactions):
+    """Reads the points of jobs."""
 
-    The last step has one of its own, so that the last point is what was told last.
-    """
-    named = connection.execute(_ID_OF_NAME, {"job_id": job_id, "name": name})
-    wanted = {
-        "name_id": named.scalar_one_or_none(),
-        "from_step": 0 if from_step is None else from_step,
-        "to_step": _MAX_STEP if to_step is None else to_step,
-    }
-    span = connection.execute(_SPAN, {**wanted, "most": max_points + 1}).one()
-    if span.num_points <= max_points:
-        found = connection.execute(_AS_THEY_ARE, wanted)
-        return [MetricPoint(step, at, *[_nan_if_null(value)] * 3) for step, at, value in found]
-    width = span.last - span.first
-    buckets = {**wanted, "first": span.first, "width": width, "num_buckets": max_points - 1}
-    rows = connection.execute(_IN_BUCKETS, buckets)
-    return [
-        MetricPoint(
-            last_step,
-            at,
-            # One NaN in a bucket makes its mean NaN: readers must not miss it.
-            math.nan if num_nan else _nan_if_null(total) / num,
-            _nan_if_null(low),
-            _nan_if_null(high),
-        )
-        for last_step, total, num, low, high, num_nan, at in rows
-    ]
+    def metric_points(
+        self,
+        job_id: str,
+        name: str,
+        *,
+        from_step: int | None = None,
+        to_step: int | None = None,
+        max_points: int = 500,
+    ) -> list[MetricPoint]:
+        """Points in step order: as they are, or min, max and mean of `max_points` buckets of steps.
+
+        The last step has one of its own, so that the last point is what was told last.
+        """
+        with self.read() as connection:
+            named = connection.execute(_ID_OF_NAME, {"job_id": job_id, "name": name})
+            wanted = {
+                "name_id": named.scalar_one_or_none(),
+                "from_step": 0 if from_step is None else from_step,
+                "to_step": _MAX_STEP if to_step is None else to_step,
+            }
+            span = connection.execute(_SPAN, {**wanted, "most": max_points + 1}).one()
+            if span.num_points <= max_points:
+                found = connection.execute(_AS_THEY_ARE, wanted)
+                return [MetricPoint(step, at, *[_nan_if_null(v)] * 3) for step, at, v in found]
+            width = span.last - span.first
+            buckets = {**wanted, "first": span.first, "width": width, "num_buckets": max_points - 1}
+            rows = connection.execute(_IN_BUCKETS, buckets).all()
+        return [
+            MetricPoint(
+                last_step,
+                at,
+                # One NaN in a bucket makes its mean NaN: readers must not miss it.
+                math.nan if num_nan else _nan_if_null(total) / num,
+                _nan_if_null(low),
+                _nan_if_null(high),
+            )
+            for last_step, total, num, low, high, num_nan, at in rows
+        ]
+
+    def metric_sample(self, job_id: str, name: str, num_points: int) -> list[tuple[int, float]]:
+        """At most `num_points` points (step, value) of a metric, spread over its steps as they are.
+
+        For small curves: each is found by its key, however many points there are between them.
+        """
+        found = {}
+        with self.read() as connection:
+            named = connection.execute(_ID_OF_NAME, {"job_id": job_id, "name": name})
+            name_id = named.scalar_one_or_none()
+            span = select(func.min(metric_points.c.step), func.max(metric_points.c.step))
+            first, last = connection.execute(span.where(metric_points.c.name_id == name_id)).one()
+            if first is None:
+                return []
+            pairs = max(1, num_points - 1)
+            for step in sorted({first + (last - first) * i // pairs for i in range(num_points)}):
+                row = connection.execute(_FROM_STEP, {"name_id": name_id, "step": step}).one()
+                found[row.step] = _nan_if_null(row.value)
+        return list(found.items())
 
 
 _MAX_STEP = 2**63 - 1
@@ -223,25 +247,12 @@ _AS_THEY_ARE = (
 _IN_BUCKETS = _in_buckets()
 
 
-def sample_points(
-    connection: Connection, job_id: str, name: str, num_points: int
-) -> list[tuple[int, float]]:
-    """At most `num_points` points (step, value) of a metric, spread over its steps as they are.
-
-    For small curves: each is found by its key, however many points there are between them.
-    """
+def first_value(connection: Connection, job_id: str, name: str, step: int) -> float | None:
+    """The first value of a metric at a step or later; None where there is none yet."""
     named = connection.execute(_ID_OF_NAME, {"job_id": job_id, "name": name})
-    name_id = named.scalar_one_or_none()
-    span = select(func.min(metric_points.c.step), func.max(metric_points.c.step))
-    first, last = connection.execute(span.where(metric_points.c.name_id == name_id)).one()
-    if first is None:
-        return []
-    wanted = {first + (last - first) * i // max(1, num_points - 1) for i in range(num_points)}
-    found = {}
-    for step in sorted(wanted):
-        row = connection.execute(_FROM_STEP, {"name_id": name_id, "step": step}).one()
-        found[row.step] = _nan_if_null(row.value)
-    return list(found.items())
+    wanted = {"name_id": named.scalar_one_or_none(), "step": step}
+    row = connection.execute(_FROM_STEP, wanted).one_or_none()
+    return None if row is None else _nan_if_null(row.value)
 
 
 _FROM_STEP = (
@@ -322,7 +333,9 @@ def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
     num_deleted, last = 0, -1
     while True:
         with transactions.write() as connection:
-            found = _points_between(connection, name_id, last, newest)
+            between = (own, points.step > last, points.step <= newest)
+            query = select(points.step, points.value.is_(None)).where(*between)
+            found = connection.execute(query.order_by(points.step).limit(_BATCH)).all()
             dropped = steps_to_drop(found)
             _delete_steps(connection, name_id, dropped)
             num_deleted += len(dropped)
@@ -330,17 +343,6 @@ def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
                 _correct_bounds(connection, name_id)
                 return num_deleted
         last = found[-1][0]
-
-
-def _points_between(
-    connection: Connection, name_id: int, after: int, to_step: int
-) -> list[tuple[int, bool]]:
-    points = metric_points.c
-    query = select(points.step, points.value.is_(None)).where(
-        points.name_id == name_id, points.step > after, points.step <= to_step
-    )
-    found = connection.execute(query.order_by(points.step).limit(_BATCH))
-    return [(step, bool(is_nan)) for step, is_nan in found]
 
 
 def _delete_steps(connection: Connection, name_id: int, steps: Sequence[int]) -> None:

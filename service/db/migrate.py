@@ -18,19 +18,14 @@ UP_TO_DATE = 0
 UNAVAILABLE = 3
 
 
-def bring_up(database_url: str) -> str | None:
-    """Migrate, as `service.db.engine.migrate`; the revision that the database was at."""
-    engine = open_engine(database_url)
-    try:
-        return migrate(engine)
-    finally:
-        engine.dispose()
-
-
 def main() -> int:
     """Migrate; prints what was found and returns the exit code."""
     try:
-        found = bring_up(Settings().database_url)
+        engine = open_engine(Settings().database_url)
+        try:
+            found = migrate(engine)
+        finally:
+            engine.dispose()
     except ValidationError as error:
         print(*faults_of(error), sep="\n", file=sys.stderr)
         return UNAVAILABLE

@@ -11,6 +11,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import (
@@ -59,7 +60,6 @@ from service.domain.models import (
 from service.domain.timeline import ServiceEvent, timeline_event
 from service.errors import (
     AttemptNotFound,
-    IdempotencyConflict,
     JobNotFound,
     StaleVersion,
 )
@@ -76,6 +76,7 @@ _MAX_LARGE_BYTES = 1 << 26
 # Of one job, which are read at once: the best and the newest ones, and metrics of each.
 _MAX_CHECKPOINTS = 2000
 _MAX_CHECKPOINT_METRICS = 200
+_DECISIVE = attrgetter("status", "started_at", "resume_from")
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
 
@@ -192,7 +193,7 @@ def _holds(bound: MetricBound) -> ColumnElement[bool]:
 # Statements that are run all the time are made once: that takes longer than to run them.
 LIVE_JOBS = select_jobs().where(text(LIVE)).order_by(jobs.c.id)
 _JOB = select_jobs().where(jobs.c.id == bindparam("job_id"))
-_JOB_OF_KEY = (
+JOB_OF_KEY = (
     select_jobs()
     .add_columns(idempotency_keys.c.request_hash)
     .join(idempotency_keys, idempotency_keys.c.job_id == jobs.c.id)
@@ -206,7 +207,7 @@ _WRITE_JOB = update(jobs).where(
     jobs.c.id == bindparam("known_id"), jobs.c.version == bindparam("known_version")
 )
 _LOCK_JOB = select(jobs.c.id).where(jobs.c.id == bindparam("job_id")).with_for_update()
-_NEXT_SEQ = select(streams.c.next_seq).where(
+NEXT_SEQ = select(streams.c.next_seq).where(
     streams.c.attempt_id == bindparam("attempt_id"), streams.c.stream == bindparam("stream")
 )
 _WRITE_PROGRESS = update(job_progress).where(job_progress.c.job_id == bindparam("known_id"))
@@ -226,17 +227,6 @@ def read_attempt(connection: Connection, attempt_id: str) -> Attempt:
     if row is None:
         raise AttemptNotFound(attempt_id)
     return rows.attempt_of(row)
-
-
-def job_of_key(connection: Connection, project: str, key: str, request_hash: str) -> Job | None:
-    """The job created with an idempotency key, if any; raises `IdempotencyConflict`."""
-    wanted = {"project": project, "key": key}
-    found = connection.execute(_JOB_OF_KEY, wanted).mappings().one_or_none()
-    if found is None:
-        return None
-    if found["request_hash"] != request_hash:
-        raise IdempotencyConflict(key)
-    return rows.job_of(found)
 
 
 def insert_job(
@@ -292,20 +282,9 @@ def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:
     return read_job(connection, job_id), read_attempt(connection, attempt_id)
 
 
-def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
-    wanted = {"attempt_id": attempt_id, "stream": stream}
-    return connection.execute(_NEXT_SEQ, wanted).scalar_one_or_none() or 0
-
-
-def move_stream(connection: Connection, attempt_id: str, stream: str, next_seq: int) -> None:
-    values = {"attempt_id": attempt_id, "stream": stream, "next_seq": next_seq}
-    upsert(connection, streams, values, "attempt_id", "stream")
-
-
 def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: IngestResult) -> None:
     """Write what a batch of records changed; the version rises where decisions depend on it."""
-    before, after = _decision_part(job), _decision_part(result.job)
-    if before != after or attempt != result.attempt:
+    if _DECISIVE(job) != _DECISIVE(result.job) or attempt != result.attempt:
         written = replace(result.job, version=job.version + 1)
         write_job(connection, written, expected_version=job.version)
         write_attempt(connection, result.attempt)
@@ -355,10 +334,6 @@ def _empty_first_large(connection: Connection, job_id: str) -> None:
         num_left_out -= line.num_bytes
         emptied = update(timeline).where(known.id == line.id)
         connection.execute(emptied.values(kind="note", data={"left_out_bytes": line.num_bytes}))
-
-
-def _decision_part(job: Job) -> tuple[JobStatus, float | None, str | None]:
-    return job.status, job.started_at, job.resume_from
 
 
 def _change_checkpoint(

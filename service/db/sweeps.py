@@ -6,7 +6,6 @@ once the sweep is cancelled.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,9 +15,10 @@ from sqlalchemy import Connection, RowMapping, delete, insert, select, tuple_, u
 from sqlalchemy.exc import IntegrityError
 
 from service.db.engine import Transactions, repeated
+from service.db.metrics import first_value
 from service.db.queries import select_jobs
 from service.db.rows import faults_of, job_of
-from service.db.tables import jobs, metric_names, metric_points, sweep_trials, sweeps
+from service.db.tables import jobs, sweep_trials, sweeps
 from service.domain.models import Job, JobStatus
 from service.domain.sweeps import Observed, Sweep, SweepStatus, Trial
 from service.errors import ServiceError, SweepEnded, SweepNotEnded, SweepNotFound
@@ -139,23 +139,8 @@ class SweepStore(Transactions):
         # Each trial is looked at every 2 s: only one that is told to be there is asked for more.
         if job is not None and job.progress.step < step:
             return None
-        name = select(metric_names.c.id).where(
-            metric_names.c.job_id == trial.job_id, metric_names.c.name == sweep.metric
-        )
-        first = (
-            select(metric_points.c.value)
-            .where(
-                metric_points.c.name_id == name.scalar_subquery(),
-                metric_points.c.step >= step,
-            )
-            .order_by(metric_points.c.step)
-            .limit(1)
-        )
-        rows = self.rows(first)
-        if not rows:
-            return None
-        value: float | None = rows[0]["value"]
-        return math.nan if value is None else value
+        with self.read() as connection:
+            return first_value(connection, trial.job_id, sweep.metric, step)
 
 
 def _change(

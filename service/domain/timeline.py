@@ -136,7 +136,12 @@ def describe(event: events.Event, membership: Membership | None = None) -> str:
         case events.AttemptStarted():
             return f"driver is up, starting {event.world_size} worker(s)"
         case events.WorkersStarted():
-            return _workers_started(event)
+            # From a checkpoint, or of a group that was lost from the memory of another.
+            at = f", at step {event.resumed_step}" if event.resumed_step else ""
+            return (
+                f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
+                f"{event.shard_group_size}, {event.placement}, {event.backend}{at}"
+            )
         case events.CheckpointCommitted():
             took = f"{_size(event.size_bytes)} in {event.duration_s:.1f} s"
             best = ", best so far" if event.is_best else ""
@@ -150,7 +155,10 @@ def describe(event: events.Event, membership: Membership | None = None) -> str:
             every = "step" if now == 1 else f"{now} steps"
             return f"sync every {every} from step {event.step} on, not {before}: {event.reason}"
         case events.LayoutChosen():
-            return _layout_chosen(event)
+            size, placement = event.shard_group_size, event.placement.replace("_", "-")
+            groups = f"{counted(event.num_replicas, 'sharding group')} of {size}, {placement}"
+            on = f"{counted(event.world_size, 'worker')} on {counted(event.num_hosts, 'host')}"
+            return f"layout: {on} as {groups}; {event.reason}"
         case events.MembershipChanged():
             return _membership_changed(event)
         case events.GroupLost():
@@ -160,11 +168,17 @@ def describe(event: events.Event, membership: Membership | None = None) -> str:
         case events.GroupLeft():
             return f"{_group(event)} left in good order: {_LEAVES[event.cause]}"
         case events.Recovered():
-            return _recovered(event)
+            redo = counted(event.syncs_lost, "sync interval") if event.syncs_lost else "nothing"
+            tries = f", at try {event.num_tries}" if event.num_tries > 1 else ""
+            late = f"the commit came {event.pause_s:.2f} s late"
+            return f"recovered, {late}: generation {event.generation}, {redo} to redo{tries}"
         case events.CapacityRequested():
             return _capacity_requested(event)
         case events.Resized():
-            return _resized(event)
+            change = "grew" if event.world_size > event.world_size_before else "shrank"
+            change += f" from {event.world_size_before} to {event.world_size} workers"
+            how = "by a restart from a checkpoint" if event.restarted else "without a restart"
+            return f"{change} {how}, {_RESIZES.get(event.cause, 'after a loss')}"
         case events.StragglerFound():
             follows = "it moves to another" if event.action == "replace" else "it stays"
             slow = f"{event.slowdown:.1f} times as slow as the others"
@@ -176,7 +190,10 @@ def describe(event: events.Event, membership: Membership | None = None) -> str:
             idle = f"nothing done for {event.idle_s:.0f} s in phase {event.phase}"
             return f"{_rank(event)} hangs: {idle}"
         case events.HostExcluded():
-            return _host_excluded(event)
+            pause_s = max(0.0, event.until - event.time)
+            pause = f"{pause_s / 60:.0f} min" if pause_s >= 120 else f"{pause_s:.0f} s"
+            why = event.reason or f"failed {counted(event.num_failures, 'time')}"
+            return f"host {event.host} {why}: no worker is placed on it for {pause}"
         case events.RowsQuarantined():
             return f"{counted(event.count, 'row')} of {event.file} left out: {event.reason}"
         case events.RowsSkipped():
@@ -226,34 +243,22 @@ def _group_joined(event: events.GroupJoined, membership: Membership | None) -> s
 
 
 def _membership_changed(event: events.MembershipChanged) -> str:
-    standings: dict[str, list[int]] = {}
-    for member in event.groups:
-        standings.setdefault(member.standing, []).append(member.group)
     verbs = {
         "current": ("trains", "train"),
         "listening": ("copies from a peer", "copy from a peer"),
         "spare": ("is a spare", "are spares"),
         "initial": ("starts", "start"),
     }
-    parts = [
-        f"{_groups(standings[standing])} {many if len(standings[standing]) > 1 else one}"
-        for standing, (one, many) in verbs.items()
-        if standing in standings
-    ]
+    parts = []
+    for standing, (one, many) in verbs.items():
+        if named := sorted(each.group for each in event.groups if each.standing == standing):
+            numbers = ", ".join(map(str, named))
+            parts.append(f"groups {numbers} {many}" if named[1:] else f"group {numbers} {one}")
     copies = ""
     if event.copies_alive:
         hosts = counted(event.host_copies_alive, "host")
         copies = f"; each shard has {counted(event.copies_alive, 'copy', 'copies')} on {hosts}"
     return f"generation {event.generation}: {', '.join(parts) or 'no group'}{copies}"
-
-
-def _recovered(event: events.Recovered) -> str:
-    redo = "nothing to redo"
-    if event.syncs_lost:
-        redo = f"{counted(event.syncs_lost, 'sync interval')} to redo"
-    tries = f", at try {event.num_tries}" if event.num_tries > 1 else ""
-    late = f"the commit came {event.pause_s:.2f} s late"
-    return f"recovered, {late}: generation {event.generation}, {redo}{tries}"
 
 
 def _capacity_requested(event: events.CapacityRequested) -> str:
@@ -266,38 +271,6 @@ def _capacity_requested(event: events.CapacityRequested) -> str:
         fitting = f"there is room for {event.num_workers} of at least {event.num_needed} workers"
         return f"waits for room: {fitting}; {asked}"
     return f"{asked}, to grow from {event.num_workers} to {event.num_wanted}"
-
-
-def _resized(event: events.Resized) -> str:
-    verb = "grew" if event.world_size > event.world_size_before else "shrank"
-    how = "by a restart from a checkpoint" if event.restarted else "without a restart"
-    cause = _RESIZES.get(event.cause, "after a loss")
-    return f"{verb} from {event.world_size_before} to {event.world_size} workers {how}, {cause}"
-
-
-def _layout_chosen(event: events.LayoutChosen) -> str:
-    groups = counted(event.num_replicas, "sharding group")
-    hosts = counted(event.num_hosts, "host")
-    return (
-        f"layout: {counted(event.world_size, 'worker')} on {hosts} as {groups} of "
-        f"{event.shard_group_size}, {event.placement.replace('_', '-')}; {event.reason}"
-    )
-
-
-def _host_excluded(event: events.HostExcluded) -> str:
-    pause_s = max(0.0, event.until - event.time)
-    pause = f"{pause_s / 60:.0f} min" if pause_s >= 120 else f"{pause_s:.0f} s"
-    why = event.reason or f"failed {counted(event.num_failures, 'time')}"
-    return f"host {event.host} {why}: no worker is placed on it for {pause}"
-
-
-def _workers_started(event: events.WorkersStarted) -> str:
-    # From a checkpoint, or of a group that was lost from the memory of another.
-    at = f", at step {event.resumed_step}" if event.resumed_step else ""
-    return (
-        f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
-        f"{event.shard_group_size}, {event.placement}, {event.backend}{at}"
-    )
 
 
 def _divergence(event: events.Divergence) -> str:
@@ -323,12 +296,6 @@ def _group(event: events.GroupLost | events.GroupJoined | events.GroupLeft) -> s
 
 def _rank(event: events.StragglerFound | events.HangFound) -> str:
     return f"rank {event.rank} of group {event.group} ({event.host})"
-
-
-def _groups(numbers: Iterable[int]) -> str:
-    named = sorted(numbers)
-    listed = ", ".join(str(number) for number in named)
-    return f"group{'s' if len(named) > 1 else ''} {listed}"
 
 
 def counted(number: int, one: str, many: str = "") -> str:

@@ -177,10 +177,6 @@ def group_size(membership: Membership) -> int:
     return max(map(len, [*hosts, *(gone.hosts for gone in membership.gone)]), default=0)
 
 
-def num_spares(membership: Membership) -> int:
-    return sum(member.standing == SPARE for member in membership.members)
-
-
 def num_places(membership: Membership) -> int:
     """How much is kept of an attempt's groups: groups, their hosts, and hosts that are left out."""
     groups: list[Member | GoneGroup] = [*membership.members, *membership.gone]
@@ -197,7 +193,7 @@ def num_wanted(membership: Membership) -> int:
 
 
 def _num_members(membership: Membership) -> int:
-    return len(membership.members) - num_spares(membership)
+    return sum(member.standing != SPARE for member in membership.members)
 
 
 def missing(membership: Membership) -> tuple[GoneGroup, ...]:

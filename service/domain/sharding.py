@@ -27,7 +27,11 @@ def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
             ("Dense part", _dense_text(spec)),
             ("Divergence check", _check_text(spec)),
         ]
-    return [*facts, ("All-to-all", _all_to_all_text(spec)), ("Learning rates", _lr_text(spec))]
+    both = spec.parallelism.all_to_all
+    exchanged = f"{both.forward} forward, {both.backward} backward"
+    if both.forward == both.backward:
+        exchanged = both.forward
+    return [*facts, ("All-to-all", exchanged), ("Learning rates", _lr_text(spec))]
 
 
 def sync_text(spec: JobSpec) -> str:
@@ -110,13 +114,6 @@ def _check_text(spec: JobSpec) -> str:
         "rebroadcast": "a mismatch is repaired from the copy that most ranks hold",
     }[check.action]
     return f"{_every(check.every_syncs, 'sync')}; {follows}"
-
-
-def _all_to_all_text(spec: JobSpec) -> str:
-    both = spec.parallelism.all_to_all
-    if both.forward == both.backward:
-        return both.forward
-    return f"{both.forward} forward, {both.backward} backward"
 
 
 def _lr_text(spec: JobSpec) -> str:

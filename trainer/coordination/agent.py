@@ -1,12 +1,10 @@
 """A group's agent: one connection to the coordinator that speaks for all ranks of the group.
 
 The agent lives on threads of the group's first rank. All ranks, that one too, connect to it as if
-it were the coordinator; it waits for what they ask, asks it once, and gives each the answer. So the
-coordinator has as many connections, and messages, as there are groups. A rank that ends closes its
-connection here, which ends the group at once; the end of the agent ends the ranks.
+it were the coordinator; it waits for what they ask, asks it once, and gives each the answer.
 
 Of a result's ledger, ranks get the rows of open epochs only where their group leads, as it alone
-saves them: every lane of every group adds a span. The agent keeps all for a restarted coordinator.
+saves them. The agent keeps all for a restarted coordinator.
 """
 
 from __future__ import annotations

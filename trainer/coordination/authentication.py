@@ -215,19 +215,15 @@ class AuthenticatedServer:
 
     def _answer(self, connection: socket.socket) -> None:
         with closing(connection), suppress(OSError):
-            if self._is_proven(connection):
-                self._serve(connection)
+            try:
+                challenge(connection, self._token, self.address, PROOF_TIMEOUT_S)
+            except NotAuthenticated as error:
+                self._unproven.log_refusal(str(error), connection.getpeername())
+                raise
+            finally:
+                self._unproven.discard(connection)
+            self._serve(connection)
         self._connections.discard(connection)
-
-    def _is_proven(self, connection: socket.socket) -> bool:
-        try:
-            challenge(connection, self._token, self.address, PROOF_TIMEOUT_S)
-        except NotAuthenticated as error:
-            self._unproven.log_refusal(str(error), connection.getpeername())
-            return False
-        finally:
-            self._unproven.discard(connection)
-        return True
 
 
 def shut_down(connection: socket.socket) -> None:

@@ -181,15 +181,6 @@ class Suspect:
     alike: tuple[RankId, ...]
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """Groups whose suspicion is confirmed, is held back from now on, or has proved wrong."""
-
-    lost: frozenset[int]
-    held: frozenset[int]
-    cleared: frozenset[int]
-
-
 class SuspicionFilter:
     """Holds suspicions back that would take most of the copies at once, or the last one.
 
@@ -210,9 +201,10 @@ class SuspicionFilter:
         doubtful: Collection[int],
         copies: Collection[int],
         now: float,
-    ) -> Judgement:
-        """`suspects` by group; `doubtful` are groups half way to it, and `copies` those that count.
+    ) -> tuple[set[int], set[int], set[int]]:
+        """Groups whose suspicion is confirmed, is held back from now on, or has proved wrong.
 
+        `suspects` go by group; `doubtful` are groups half way to it, and `copies` those that count.
         The doubtful count as endangered, since groups do not fall silent in the same instant.
         """
         cleared = self._held_since.keys() - suspects.keys()
@@ -234,21 +226,12 @@ class SuspicionFilter:
             elif now >= self._ends_at(since, suspect, bool(fine)):
                 del self._held_since[group]
                 lost.add(group)
-        return Judgement(frozenset(lost), frozenset(held), frozenset(cleared))
+        return lost, held, cleared
 
     def _ends_at(self, since: float, suspect: Suspect, is_any_fine: bool) -> float:
         if not is_any_fine:
             return since + self._alone_s
         return max(since, self._none_was_fine_at) + suspect.patience_s
-
-
-@dataclass(frozen=True)
-class Guilty:
-    """A group that makes rounds fail; `num_accusers` could not reach it in the last one."""
-
-    group: int
-    num_accusers: int
-    error: str
 
 
 class FaultRecord:
@@ -269,16 +252,11 @@ class FaultRecord:
         named |= set(accused) - {accuser}
         self._errors.setdefault(accuser, error)
 
-    def clear(self) -> None:
-        """A round was committed."""
-        self._complaints.clear()
-        self._errors.clear()
-        self._faults.clear()
-
-    def judge(self, joined_at: Mapping[int, float]) -> Guilty | None:
+    def judge(self, joined_at: Mapping[int, float]) -> tuple[int, int, str] | None:
         """Count the rounds that failed since the last call; whom to give up, if anybody.
 
-        `joined_at` are the groups that are there, and since when.
+        `joined_at` are the groups that are there, and since when. Of the guilty one: its number,
+        how many could not reach it in the last round, and an error of theirs.
         """
         complaints, self._complaints = self._complaints, {}
         for _, said in sorted(complaints.items()):
@@ -292,7 +270,7 @@ class FaultRecord:
             if self._faults[guilty] >= (_CLEAR_FAULTS if is_clear else _FAULTS):
                 del self._faults[guilty]
                 accuser = next((each for each in said if guilty in said[each]), guilty)
-                return Guilty(guilty, named[guilty], self._errors.get(accuser, ""))
+                return guilty, named[guilty], self._errors.get(accuser, "")
         return None
 
 

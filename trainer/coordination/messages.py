@@ -1,12 +1,7 @@
 """Messages between groups and the coordinator: JSON lines over TCP, as pure data.
 
-A *round* is one try at a sync: the coordinator answers every group's `Arrive` with the same `Round`
-once each live group has arrived, the ranks average in buffers and `Vote`, and the `RoundResult`
-says whether all of them did. Only then is anything applied. The `Ledger` that comes with it sums
-up all committed syncs; every group keeps the newest, for a coordinator that was restarted.
-
-Ranks send the same messages to their group's agent, which makes one of them for all
-(`trainer.coordination.agent`).
+A *round* (docs/design/elastic.md) is one try at a sync: `Arrive`, `Round`, `Vote`, `RoundResult`.
+Ranks send the same messages to their group's agent, which makes one of them for all.
 """
 
 from __future__ import annotations

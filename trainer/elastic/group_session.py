@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -77,14 +78,7 @@ class Interval:
 
     def after(self, earlier: Interval) -> Interval:
         """Both as one."""
-        return Interval(
-            earlier.sums + self.sums,
-            earlier.leases + self.leases,
-            earlier.num_rows + self.num_rows,
-            earlier.num_quarantined + self.num_quarantined,
-            earlier.num_steps + self.num_steps,
-            earlier.train_s + self.train_s,
-        )
+        return Interval(*map(add, vars(earlier).values(), vars(self).values()))
 
 
 class GroupSession(Session):
@@ -175,7 +169,8 @@ class GroupSession(Session):
         """
         if self.group.is_spare:
             self.standing = "spare"
-        elif self._can_copy():
+        # Whether some group holds what this one needs.
+        elif self.client.join("listening", "", self.ledger, self.group_sync.donor).has_current:
             self.standing = "listening"
         else:
             self.restore()
@@ -188,11 +183,6 @@ class GroupSession(Session):
             self.ledger = ledger.model_copy(update={"led": led})
         self.client.join(self.standing, self.origin, self.ledger, self.group_sync.donor)
         self.speed.restart()
-
-    def _can_copy(self) -> bool:
-        """Whether some group holds what this one needs."""
-        welcome = self.client.join("listening", "", self.ledger, self.group_sync.donor)
-        return welcome.has_current
 
     def train_lease(self) -> None:
         """Train the next lease, if the group holds one. Collective over the group.

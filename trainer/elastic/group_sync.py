@@ -1,22 +1,16 @@
 """The sync between groups that are torch.distributed worlds of their own.
 
-Rank s of every group in a round averages its shard with the other ranks s, into buffers. Each then
-votes whether it holds the averages, and only when all ranks of all groups do are they applied: a
-sync happens everywhere or nowhere. A round that fails changes nothing: rows stay touched, what was
-trained stays trained, and the next round covers it, with the groups that are left.
+Rank s of every group in a round averages its shard with the other ranks s. What rounds, overlap and
+exact rounds are is said in docs/design/elastic.md. A round that fails changes nothing: rows stay
+touched, what was trained stays trained, and the next round covers it, with the groups that are
+left.
 
-Where the coordinator lets a group overlap (`Round.overlaps`), its ranks wait for the others and for
-the union of the touched rows, take a snapshot of these, and train on; a thread forms the averages
-of the snapshots and votes. After `sync.overlap` steps, or the next lease if that is over before,
-the ranks wait for the verdict and apply the averages as `trainer.parallel.sync` does: mean +
-(current - snapshot). A copy holds more than was committed then: a group that saves, validates or is
-copied from does not overlap.
+In a round that overlaps, ranks wait for the others and for the union of the touched rows, take a
+snapshot of these, and train on. After `sync.overlap` steps, or the next lease if that is over
+before, they wait for the verdict and apply the averages as `trainer.parallel.sync` does.
 
-With `sync.dtype` bf16 or fp16 the change since the last commit travels: its state is the base, on
-which all copies agree, also after rounds that failed. A listener has no base until its copy is
-complete, so a round with one is *exact* (`Round.is_exact`): values travel, in fp32. So is a round
-before a save. With `sync.optimizer_state` never the moments of a row differ between the copies once
-it was touched, until an exact round averages them. Delayed means of moments are formed by the
+The base of the changes that travel with `sync.dtype` bf16 or fp16 is the state at the last commit,
+on which all copies agree, also after rounds that failed. Delayed means of moments are formed by the
 thread while the next lease is trained, and applied with the next commit: a rank that could not form
 them refuses that round. They are forgotten when a round fails, the members change or a round is
 exact; nothing is lost, as their rows count as differing until means are applied.
@@ -105,9 +99,6 @@ _CONNECT_S = 30.0  # at least, for NCCL to form a group, which may be of hundred
 # an abort takes long.
 _UNWATCHED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _NEVER = timedelta(days=1)
-IsAborted = Callable[[], bool]
-Measured = Callable[[], torch.Tensor]
-"""This rank's sums over its share of the validation rows, zeros where it has none; float64 [k]."""
 MakeArrival = Callable[[], Arrive]
 
 
@@ -174,7 +165,7 @@ class CrossGroupProcessGroup:
         store: dist.Store,
         device: torch.device,
         timeout_s: float,
-        is_aborted: IsAborted,
+        is_aborted: Callable[[], bool],
         advance: Callable[[], None] = lambda: None,
         address: str = "",
         host: int = 0,
@@ -480,7 +471,8 @@ class GroupSync:
     All ranks of all groups call `begin` and `end` in turn. `members` are the groups of the newest
     round. `is_exact` says whether the last commit left the copies equal in all that they hold, and
     compared where `check` asks for that; `is_always_exact` whether every one does. `measured` are
-    the sums of this shard's ranks over the validation rows, where the newest round has joined them.
+    the sums of this shard's ranks over the validation rows, where the newest round has joined them;
+    `own_measured` gives this rank's, float64 [k], zeros where it has measured nothing.
     """
 
     def __init__(
@@ -492,7 +484,7 @@ class GroupSync:
         recovery: RecoverySpec,
         warn: Callable[[str], None],
         check: DivergenceCheckSpec | None = None,
-        own_measured: Measured = lambda: torch.zeros(0, dtype=torch.float64),
+        own_measured: Callable[[], torch.Tensor] = lambda: torch.zeros(0, dtype=torch.float64),
     ) -> None:
         self._spec, self._own_measured = spec, own_measured
         self.measured: torch.Tensor | None = None
@@ -515,6 +507,7 @@ class GroupSync:
         # Rows whose moments may differ as the policy does not average them: alike on all copies.
         self._stale = torch.zeros(self._numbers.num_rows, dtype=torch.bool, device=self._device)
         self._server = DonorServer(client.identity, pieces_of(self._numbers), client.token)
+        self.donor = self._server.address  # where this rank serves its shard
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
         self._round = 0
@@ -526,11 +519,6 @@ class GroupSync:
         is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None
         self.members: tuple[RoundMember, ...] = ()
-
-    @property
-    def donor(self) -> str:
-        """Where this rank serves its shard (host:port)."""
-        return self._server.address
 
     def renew(self) -> None:
         """Take the state for what all groups hold, as after a load."""

@@ -238,11 +238,7 @@ class DonorServer:
         self._device = next(on_gpu, torch.device("cpu"))
         self._stores = RendezvousServer()
         self._server = AuthenticatedServer("donor", identity.host, token, self._answer)
-
-    @property
-    def address(self) -> str:
-        """Where it listens (host:port)."""
-        return self._server.address
+        self.address = self._server.address  # host:port
 
     def close(self) -> None:
         self._server.close()

@@ -198,13 +198,6 @@ class RendezvousStore(dist.Store):
         self.wait(keys)
         return [self._values[key] for key in keys]
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return True
-
     def clone(self) -> RendezvousStore:
         return self
 

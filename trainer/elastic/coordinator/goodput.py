@@ -182,7 +182,7 @@ class RunMetrics:
         self._rows_per_step = rows_per_step
         self._intervals: deque[float] = deque(maxlen=_NUM_SYNC_INTERVALS)
         self._committed_at: float | None = None
-        self._incident: _Incident | None = None
+        self.incident: _Incident | None = None  # from which the next commit is a recovery
         self._num_tries = 0
         self._heartbeat_at: dict[int, float] = {}
         self._validation_s: defaultdict[int, float] = defaultdict(float)
@@ -192,9 +192,9 @@ class RunMetrics:
 
     def record_incident(self, cause: str, now: float, syncs_lost: int = 0) -> None:
         """Something delays the next commit; of several causes the first is reported."""
-        if self._incident is None:
-            self._incident = _Incident(cause, now)
-        self._incident.syncs_lost += syncs_lost
+        if self.incident is None:
+            self.incident = _Incident(cause, now)
+        self.incident.syncs_lost += syncs_lost
 
     def record_heartbeat(self, group: int, heartbeat: Heartbeat, now: float) -> None:
         """Account for the time that a group spends on validation and checkpoints."""
@@ -206,16 +206,11 @@ class RunMetrics:
         if cause == "validation" and not heartbeat.is_waiting:
             self._validation_s[group] += now - since
 
-    @property
-    def has_incident(self) -> bool:
-        """Whether the next commit ends a recovery."""
-        return self._incident is not None
-
     def commit(
         self, counting: Collection[int], generation: int, commit: int, now: float
     ) -> Recovered | None:
         """A sync of these groups' work counts; returns the recovery that it ends, if any."""
-        incident, self._incident = self._incident, None
+        incident, self.incident = self.incident, None
         num_tries, self._num_tries = self._num_tries, 0
         since, self._committed_at = self._committed_at, now
         self.goodput.commit(counting, now)

@@ -24,7 +24,6 @@ from trainer.coordination.messages import (
     Hello,
     RankProcess,
     Rejection,
-    RoundMember,
     Share,
     Vote,
 )
@@ -99,11 +98,6 @@ class Group:
         return bool(self.hello.members)
 
     @property
-    def has_exact_copy(self) -> bool:
-        """Whether a listener that has missed no round has copied everything."""
-        return self.copy == "live" and self.arrival.has_copied
-
-    @property
     def speed(self) -> float:
         """Rows per second as of late, 0 where too few leases were timed."""
         return statistics.median(self.speeds) if len(self.speeds) >= _MIN_SPEEDS else 0.0
@@ -143,10 +137,6 @@ class Group:
         """Its number, incarnation and hosts, as events and messages name them."""
         return {"group": self.group, "incarnation": self.incarnation, "hosts": self.hosts}
 
-    @property
-    def rank_ids(self) -> list[RankId]:
-        return [RankId(self.group, self.incarnation, rank) for rank in self.ranks]
-
     def keep(self, request: Arrive | Vote | None, request_id: int) -> None:
         """It asks something, or with None was answered."""
         self.request, self._request_id = request, request_id
@@ -184,10 +174,6 @@ class Group:
             standing=self.standing,
             processes=tuple((process.host, process.pid) for process in self.ranks.values()),
         )
-
-    def as_member(self) -> RoundMember:
-        """Its entry in the next round."""
-        return RoundMember(standing=self.standing, **self.identity)
 
 
 def choose_donor(listener: Group, current: Iterable[Group], groups: Iterable[Group]) -> Group:
@@ -348,20 +334,20 @@ class GroupRegistry:
             return list(suspects.values()), []
         doubtful = self._suspects(now, only_silence, _DOUBTFUL_SHARE) if suspects else {}
         copies = [group.group for group in self.current or self.present]
-        judgement = self._suspicions.judge(suspects, doubtful, copies, now)
+        lost, held, cleared = self._suspicions.judge(suspects, doubtful, copies, now)
         notes = []
-        if judgement.held:
-            held = ", ".join(f"{each} ({suspects[each].reason})" for each in sorted(judgement.held))
+        if held:
+            named = ", ".join(f"{each} ({suspects[each].reason})" for each in sorted(held))
             message = (
-                f"groups {held} seem lost, and too few of {len(copies)} copies are beyond doubt: "
+                f"groups {named} seem lost, and too few of {len(copies)} copies are beyond doubt: "
                 "nobody is given up yet. The network of the coordinator's host, or storage that "
                 "all wait for, is the likelier cause"
             )
             notes.append(Note(time=now, level="warning", message=message))
-        back = ", ".join(map(str, sorted(judgement.cleared & self._groups.keys())))
+        back = ", ".join(map(str, sorted(cleared & self._groups.keys())))
         if back:
             notes.append(Note(time=now, message=f"groups {back} are fine: they get on again"))
-        return [suspects[group] for group in sorted(judgement.lost)], notes
+        return [suspects[group] for group in sorted(lost)], notes
 
     def _suspects(self, now: float, only_silence: bool, share: float = 1.0) -> dict[int, Suspect]:
         """By group a rank that is silent, hangs, or does not vote, for a `share` of what it may."""
@@ -379,7 +365,8 @@ class GroupRegistry:
         for group in self._groups.values():
             is_voting = group.round is not None and group.request is None
             if is_voting and group.vote_due_at - (1 - share) * late_s < now:
-                busy = self.monitor.busy_ranks(group.rank_ids)
+                ranks = [RankId(group.group, group.incarnation, rank) for rank in group.ranks]
+                busy = self.monitor.busy_ranks(ranks)
                 late = Suspect(busy[0], "hang", "sync", late_s, late_s, busy)
                 found.setdefault(group.group, late)
         return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.coordination.client import finding_s
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import Answer, Count, Message
 from trainer.failures import Failure
@@ -56,11 +55,6 @@ class MembershipPolicy:
     def vote_timeout_s(self) -> float:
         """So long after the first group of a round has voted, one that has not is lost."""
         return 2 * self.recovery.exchange_timeout_s
-
-    @property
-    def recovery_grace_s(self) -> float:
-        """So long a coordinator that was restarted waits for the groups of the one before."""
-        return finding_s(self.recovery.heartbeat_timeout_s)
 
     @classmethod
     def of(cls, spec: JobSpec, num_groups: int) -> MembershipPolicy:

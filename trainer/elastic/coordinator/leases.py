@@ -1,11 +1,8 @@
 """Leases: which rows of which epoch each group may train, so that every row is trained once.
 
 A group has a *lane* for each of its ranks: rows that this rank reads, in a window of their own as
-long as there are enough.
-
-Bookkeeping over spans of rows. A row is free, leased to one group, or done: trained by a
-committed sync, or skipped on purpose. A lease never spans epochs. What a lost group held becomes
-free again. Raises `LeaseError`.
+long as there are enough, so that no window is decoded by all. A row is free, leased to one group,
+or done: trained by a committed sync, or skipped on purpose. A lease never spans epochs.
 """
 
 from __future__ import annotations
@@ -194,8 +191,7 @@ class LeaseBook:
     """The leases of a run, and which rows are done.
 
     A lane keeps to its own window of the epoch's order and goes on into the next one while that
-    is nobody's; then it takes a free window, and at last shares one. A split that is too large to
-    be kept decoded is so decoded about once over all ranks of all groups, not once by each.
+    is nobody's; then it takes a free window, and at last shares one.
     """
 
     def __init__(

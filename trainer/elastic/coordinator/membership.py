@@ -12,9 +12,6 @@ its result; the others receive it when they repeat their vote.
 
 A *speaker* is the first rank that a connection speaks for: in the domain `job` each worker speaks
 for itself alone, and says no more than that it lives.
-
-Closed connections and what the driver knows (`drop`) are facts, which count at once; silence and
-hangs are suspicions (`GroupRegistry.judge`).
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from trainer.coordination.client import finding_s
 from trainer.coordination.detection import RankId, Suspect
 from trainer.coordination.messages import (
     Arrive,
@@ -103,7 +101,7 @@ class Membership:
             message = f"incarnation {hello.incarnation} of the group has begun"
             self._rounds.lose(known, "replaced", message, now)
         if hello.members and not self._knows_run and not self._is_recovering:
-            self._recovery_ends_at = now + self._policy.recovery_grace_s
+            self._recovery_ends_at = now + finding_s(self._policy.recovery.heartbeat_timeout_s)
         self._returning |= set(hello.members) if self._is_recovering else set()
         self._rounds.remember(hello.round, hello.generation)
         if self._groups.get(hello.group) is None and hello.standing != "spare":

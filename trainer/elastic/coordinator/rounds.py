@@ -22,6 +22,7 @@ from trainer.coordination.messages import (
     Rejection,
     Report,
     Round,
+    RoundMember,
     RoundResult,
     Share,
     Vote,
@@ -80,7 +81,7 @@ class OpenRound:
         self.number, self.commit, self.groups, self.joining = number, commit, groups, joining
         current = [group for group in groups if group.is_current]
         arrivals = [group.arrival for group in current]
-        members = tuple(group.as_member() for group in groups)
+        members = tuple(RoundMember(standing=g.standing, **g.identity) for g in groups)
         weights = [each.arrival.copy_weight if each.is_current else 0.0 for each in groups]
         weight = sum(weights)
         is_asked = any(arrival.needs_exact for arrival in arrivals)
@@ -380,10 +381,11 @@ class SyncRounds:
             return
         guilty = self._faults.judge({group.group: group.joined_at for group in able})
         if guilty:
-            lost = next(group for group in able if group.group == guilty.group)
+            number, num_accusers, error = guilty
+            lost = next(group for group in able if group.group == number)
             message = (
-                f"its exchanges fail again and again ({guilty.num_accusers} other groups cannot "
-                f"reach it): {guilty.error}"
+                f"its exchanges fail again and again ({num_accusers} other groups cannot reach "
+                f"it): {error}"
             )
             self.lose(lost, "exchange", message, now)
 
@@ -406,7 +408,8 @@ class SyncRounds:
 
     def open(self, groups: Sequence[Group], starts: Sequence[Group], now: float) -> None:
         """Open a round of groups that are ready, of which `starts` begin the run."""
-        joining = {group for group in groups if group in starts or group.has_exact_copy}
+        # Whose copy is whole, and has missed no round, is exact once this one commits.
+        joining = {g for g in groups if g in starts or (g.copy == "live" and g.arrival.has_copied)}
         donors, present = starts or [g for g in groups if g.is_current], self._groups.present
         listeners = [group for group in groups if not group.is_current and group not in starts]
         for group in listeners:
@@ -548,7 +551,7 @@ class SyncRounds:
     def _commit(self, ended: OpenRound, now: float) -> None:
         """Every group that counts holds the averages: the sync counts."""
         self._round, self._suspended = None, ()
-        self._faults.clear()
+        self._faults = FaultRecord()
         ledger = self._next_ledger(ended)
         self._book.commit(ended.leases)
         self.ledger = self._book.entered_in(ledger)
@@ -558,7 +561,7 @@ class SyncRounds:
         self.report = Report()
         counting = {group.group for group in ended.counting}
         # Else who trained nothing had nothing to train.
-        has_waited = self._is_short or self._metrics.has_incident
+        has_waited = self._is_short or self._metrics.incident
         gaining = counting if has_waited else {group.group for group in ended.groups}
         recovered = self._metrics.commit(gaining, self.generation, ended.commit, now)
         for number in counting:
@@ -574,7 +577,9 @@ class SyncRounds:
         for group, speed in ended.speeds.items():
             group.speeds.append(speed)
         self._hand_out()
-        self._share_validation()
+        current = self._groups.current
+        for place, group in enumerate(current):  # who hold this commit share the validation rows
+            group.share = place, len(current)
         for group in voters:
             result = self._result(group, ended.number, True, should_leave=group in leavers)
             self._effects.append(group.answer(result))
@@ -658,12 +663,6 @@ class SyncRounds:
             for group, length in lengths.items():
                 if len(self._book.held(group.group)) <= num_held:
                     self._book.lease(group.group, scale * length)
-
-    def _share_validation(self) -> None:
-        """Share the validation rows among the groups that hold this commit."""
-        current = self._groups.current
-        for place, group in enumerate(current):
-            group.share = place, len(current)
 
     def _result(
         self, group: Group, number: int, committed: bool, should_leave: bool = False

@@ -115,16 +115,6 @@ def _across(small: list[tuple[int, int]], size: int) -> tuple[int, ...]:
     return tuple(hosts) if len(hosts) == size else ()
 
 
-def _places(hosts: Sequence[int], most: int) -> tuple[int, ...]:
-    """The host of each free place, host by host."""
-    places: list[int] = []
-    for host, room in enumerate(hosts):
-        if len(places) == most:
-            break
-        places += [host] * min(room, most - len(places))
-    return tuple(places)
-
-
 @dataclass(frozen=True)
 class Need:
     """What a job asks for, and what there is. None stands for auto, or for not known.
@@ -299,7 +289,8 @@ def _laid_out(need: Need, size: int, placement: str) -> Iterator[Choice]:
         if hosts := packing(need.hosts, size, most_groups, 1 + need.survive_hosts):
             yield _priced(need, Layout(size * len(hosts), size, placement), hosts, "replica_group")
     elif num_workers := min(most_groups, sum(need.hosts) // size) * size:
-        layout, places = Layout(num_workers, size, placement), _places(need.hosts, num_workers)
+        layout, rooms = Layout(num_workers, size, placement), Counter(dict(enumerate(need.hosts)))
+        places = tuple(itertools.islice(rooms.elements(), num_workers))  # host by host
         groups = tuple(tuple(places[p] for p in group) for group in layout.sharding_groups)
         yield _priced(need, layout, groups, "job")
 

@@ -49,7 +49,6 @@ _SYNC_INTERVALS = (1, 4, 16, 64)
 _MODES = ("touched_rows", "full")
 # An estimate must promise so much more than what `auto` takes to be recommended in its place.
 _WORTH_IT = 1.1
-_MOST_WORKERS_FACTOR = 64
 _MAX_CHANGES = 3
 # Of a layout; of memory the cost tells.
 _CHECKS = (check_accumulation, check_dynamic_layout, check_overlap)
@@ -189,7 +188,9 @@ class Comparer:
             with suppress(LayoutError):
                 self._chosen = choose(own)
         world_size = self._chosen.layout.world_size
-        sized = _freed(spec, world_size)
+        open_sizes = {"workers": world_size, "shard_group_size": "auto", "placement": "auto"}
+        parallelism = spec.parallelism.model_copy(update=open_sizes)
+        sized = spec.model_copy(update={"parallelism": parallelism})
         assert spec.table_bytes is not None, "a plan needs the sizes of the tables"
         self._whole = whole_loads(sized)
         self._sums: dict[tuple[Any, ...], SyncSums] = {}
@@ -333,12 +334,6 @@ def _with_layout(spec: JobSpec, choice: Choice) -> JobSpec:
     for check in _CHECKS:
         check(found)
     return found
-
-
-def _freed(spec: JobSpec, num_workers: int) -> JobSpec:
-    """The spec with so many workers, L and the placement left open."""
-    free = {"workers": num_workers, "shard_group_size": "auto", "placement": "auto"}
-    return spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update=free)})
 
 
 def _judged(spec: JobSpec, chosen: Choice, found: Sequence[Option]) -> Comparison:
@@ -487,9 +482,6 @@ def _with_ranks(cost: Cost, ranks: Sequence[MemoryUse], cluster: Cluster) -> Cos
     return replace(cost, peak=peak, mean=mean, fits=peak.needed_bytes <= cluster.hbm_bytes)
 
 
-# ---- of a layout whose tables lie already
-
-
 @dataclass(frozen=True)
 class Prediction:
     """Speed of all ranks, seconds of a step, and memory of each position of a sharding group.
@@ -554,9 +546,6 @@ class Calibration:
         slower |= {name: getattr(cluster, name) * self.step_ratio for name in DELAYS}
         process_bytes = max(0.0, cluster.process_bytes + self.extra_bytes)
         return replace(cluster, process_bytes=process_bytes, **slower)
-
-
-# ---- what to change where nothing fits
 
 
 @dataclass(frozen=True)
@@ -624,9 +613,7 @@ def _changes(spec: JobSpec, device: str) -> Iterator[Change]:
         if spec.data.batch_size >= factor:
             batch = spec.data.batch_size // factor
             yield Change({"data.batch_size": batch}, f"lower data.batch_size to {batch}")
-    factor = 2
-    while factor <= _MOST_WORKERS_FACTOR:
+    for factor in (2, 4, 8, 16, 32, 64):
         num_workers = parallelism.world_size * factor
         values = {"parallelism.workers": num_workers, "parallelism.shard_group_size": "auto"}
         yield Change(values, f"raise parallelism.workers to {num_workers}, in groups of any size")
-        factor *= 2

@@ -36,7 +36,7 @@ _FLOPS_PER_WEIGHT = 6
 # Vectors and activations are kept with their gradients.
 _WITH_GRADIENT = 2
 _VECTORS_OF_HISTORY = 2
-# As `trainer.parallel.planner` lets caches begin.
+# As FBGEMM's cache begins by default, and before the planner enlarges it.
 _LEAST_CACHED = {"fused_uvm_caching": 0.2, "auto": 0.01}
 
 
@@ -78,9 +78,9 @@ class RankLoad(BaseModel, extra="forbid", frozen=True):
     `lookup_bytes`, `input_bytes` and `output_bytes` are those of all samples of its group.
     """
 
-    tables_bytes: int = 0
-    optimizer_bytes: int = 0
-    sync_bytes: int = 0
+    tables_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    sync_bytes: float = 0.0
     lookup_bytes: float = 0.0
     input_bytes: float = 0.0
     output_bytes: float = 0.0
@@ -157,7 +157,7 @@ def workload_of(
     ]
     if is_cached:
         loads = [
-            replace(load, weights=round(load.weights * _least_cached(spec, table)))
+            replace(load, weights=round(load.weights * least_cached(spec, table)))
             for load, table in zip(loads, spec.embedding_tables, strict=True)
         ]
     lookup_imbalance, table_imbalance = _imbalances(loads, size)
@@ -168,7 +168,7 @@ def workload_of(
     )
 
 
-def _least_cached(spec: JobSpec, table: EmbeddingTableSpec) -> float:
+def least_cached(spec: JobSpec, table: EmbeddingTableSpec) -> float:
     """The least share of a table's rows in GPU memory."""
     kernel = spec.kernel_of(table)
     given = table.constraints.cache_load_factor or spec.parallelism.planner.cache_load_factor
@@ -233,9 +233,12 @@ class SyncSums:
     @classmethod
     def of(cls, spec: JobSpec) -> SyncSums:
         """Those of the spec's syncs; of its layout only the failure domain matters."""
-        tables = spec.embedding_tables
-        synced = sum(_synced_bytes(spec, table) for table in tables)
-        return cls(synced, sum(map(spec.sync_bytes, tables)))
+        synced = 0
+        for table in spec.embedding_tables:
+            assert isinstance(table.num_embeddings, int)
+            rows = synced_rows(spec, table, table.num_embeddings)
+            synced += rows * synced_row_bytes(spec, table)
+        return cls(synced, sum(map(spec.sync_bytes, spec.embedding_tables)))
 
 
 def with_sync(workload: Workload, spec: JobSpec, sums: SyncSums | None = None) -> Workload:
@@ -330,7 +333,7 @@ def rank_loads(
 
     Of the weights of a cached table only the cached share counts, which is in GPU memory.
     """
-    totals = [[0.0] * len(RankLoad.model_fields) for _ in range(size)]
+    totals = [dict.fromkeys(RankLoad.model_fields, 0.0) for _ in range(size)]
     group_samples = spec.data.batch_size * size
     is_state_by_row = spec.optimizer.sparse.is_state_by_row
     for table, where in zip(spec.embedding_tables, placements, strict=True):
@@ -345,28 +348,14 @@ def rank_loads(
             ids = samples * load.num_ids * row_share
             vectors = column_share * (1.0 if load.is_pooled else row_share)
             rank = totals[position]
-            for index, amount in enumerate(
-                (
-                    load.weights * share * where.load_factor,
-                    load.kept * (row_share if is_state_by_row else share),
-                    sync_bytes * share,
-                    ids * _row_bytes(spec, table, columns),
-                    0.0 if is_everywhere else ids * _ID_BYTES,
-                    0.0 if is_everywhere else samples * load.output * vectors,
-                )
-            ):
-                rank[index] += amount
-    return tuple(
-        RankLoad(
-            tables_bytes=round(tables),
-            optimizer_bytes=round(optimizer),
-            sync_bytes=round(sync),
-            lookup_bytes=lookup,
-            input_bytes=ids,
-            output_bytes=output,
-        )
-        for tables, optimizer, sync, lookup, ids, output in totals
-    )
+            rank["tables_bytes"] += load.weights * share * where.load_factor
+            rank["optimizer_bytes"] += load.kept * (row_share if is_state_by_row else share)
+            rank["sync_bytes"] += sync_bytes * share
+            rank["lookup_bytes"] += ids * _row_bytes(spec, table, columns)
+            if not is_everywhere:
+                rank["input_bytes"] += ids * _ID_BYTES
+                rank["output_bytes"] += samples * load.output * vectors
+    return tuple(RankLoad(**each) for each in totals)
 
 
 def _imbalances(loads: Sequence[TableLoad], size: int) -> tuple[float, float]:
@@ -384,12 +373,6 @@ def _imbalances(loads: Sequence[TableLoad], size: int) -> tuple[float, float]:
         (max(lookup for lookup, _ in ranks) + even_lookups) * size / lookups if lookups else 1.0,
         (max(held for _, held in ranks) + even_bytes) * size / bytes_held if bytes_held else 1.0,
     )
-
-
-def _synced_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> float:
-    """Bytes of one copy of a table that a sync averages, if no id comes twice."""
-    assert isinstance(table.num_embeddings, int)
-    return synced_rows(spec, table, table.num_embeddings) * synced_row_bytes(spec, table)
 
 
 def synced_rows(spec: JobSpec, table: EmbeddingTableSpec, num_rows: int) -> int:

@@ -29,9 +29,9 @@ import logging
 import math
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ from trainer.layout.workload import (
     GroupPlan,
     TablePlacement,
     bytes_beside,
+    least_cached,
     rank_loads,
     rank_shares,
     table_load,
@@ -110,10 +111,6 @@ _KERNELS = {
     "fused_uvm_caching": [_CACHING],
 }
 _KERNELS["auto"] = _KERNELS["fused"] + _KERNELS["fused_uvm_caching"]
-# Where FBGEMM's cache begins: by default, and before the planner enlarges it.
-_LOAD_FACTOR, _LEAST_LOAD_FACTOR = 0.2, 0.01
-
-
 # Shards x tables that TorchRec's search looks at in a second or so.
 _MAX_SEARCH = 40_000
 # Plans that it tries in a grid, where there are no more of them.
@@ -199,35 +196,23 @@ def plan_group(
         topology = topology_of(
             size, ranks_per_host, device_type, (usable_bytes, host_bytes), bandwidths
         )
+        search = partial(_search, model, spec, table_sharders, topology)
         if _num_shards(constraints, size) * len(constraints) <= _MAX_SEARCH:
-            found = proposers(constraints)
-            return _search(model, spec, table_sharders, topology, constraints, found)
-        return _search_narrowed(model, spec, table_sharders, topology, constraints, usable_bytes)
+            return search(constraints, proposers(constraints))
+        for most_load in _MOST_LOADS:
+            narrow = narrowed(spec, constraints, size, usable_bytes, most_load)
+            found = proposers(narrow) if spec.may_cache else [GreedyProposer()]
+            try:
+                return search(narrow, found)
+            except PlannerError as error:
+                why_not = error
+        raise why_not
     except PlannerError as error:
         raise PlanError(_why_not(spec, usable_bytes, error)) from error
     except PlanError:
         raise
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
         raise PlanError(f"TorchRec's planner failed on this spec with {error!r}") from error
-
-
-def _search_narrowed(
-    model: nn.Module,
-    spec: JobSpec,
-    table_sharders: list[ModuleSharder[nn.Module]],
-    topology: Topology,
-    constraints: Constraints,
-    usable_bytes: int,
-) -> ShardingPlan:
-    errors = []
-    for most_load in _MOST_LOADS:
-        narrow = narrowed(spec, constraints, topology.world_size, usable_bytes, most_load)
-        found = proposers(narrow) if spec.may_cache else [GreedyProposer()]
-        try:
-            return _search(model, spec, table_sharders, topology, narrow, found)
-        except PlannerError as error:
-            errors.append(error)
-    raise errors[-1]
 
 
 def _search(
@@ -418,9 +403,10 @@ def cache_params(spec: JobSpec, table: EmbeddingTableSpec) -> CacheParams:
 
     FBGEMM loads what is missing in the forward pass: the pipeline has no stage that prefetches.
     """
+    load_factor = least_cached(spec, table)
     given = table.constraints.cache_load_factor or spec.parallelism.planner.cache_load_factor
     if given is not None or spec.kernel_of(table) != "auto":
-        return CacheParams(load_factor=given or _LOAD_FACTOR)
+        return CacheParams(load_factor=load_factor)
     assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
     num_lookups = spec.lookups_per_step(table) // spec.parallelism.num_replicas
     # By Zipf's law row k is looked up in proportion to 1/k, so k rows take log(k) of the lookups.
@@ -429,7 +415,7 @@ def cache_params(spec: JobSpec, table: EmbeddingTableSpec) -> CacheParams:
     statistics = EmbeddingOffloadStats(
         misses.mean().item(), min(num_lookups, table.num_embeddings), hits, table.num_embeddings
     )
-    return CacheParams(load_factor=_LEAST_LOAD_FACTOR, stats=statistics)
+    return CacheParams(load_factor=load_factor, stats=statistics)
 
 
 def obstacle(
@@ -545,7 +531,6 @@ def _placement(
 
 
 def _parameters(plan: ShardingPlan) -> dict[str, Any]:
-    """How each table is sharded, by its name."""
     return {
         table: parameter
         for module_plan in plan.plan.values()
@@ -604,14 +589,9 @@ class Bandwidths(GeneralizedCommsBandwidth):
     inter_host: float | None = None
 
     @classmethod
-    def of(
-        cls,
-        memory_bytes_per_s: float,
-        intra_host_bytes_per_s: float,
-        inter_host_bytes_per_s: float,
-    ) -> Bandwidths:
-        per_s = memory_bytes_per_s, intra_host_bytes_per_s, inter_host_bytes_per_s
-        return cls(*(each / 1000 for each in per_s))
+    def of(cls, *bytes_per_s: float) -> Bandwidths:
+        """Those in bytes/s of memory, intra_host and inter_host."""
+        return cls(*(each / 1000 for each in bytes_per_s))
 
     @property
     def intra_host_bw(self) -> float:
@@ -739,7 +719,9 @@ def least_memory_bytes(groups: MeshGroups) -> tuple[int, int]:
 
     On CPUs these are the same.
     """
-    host_bytes = _host_memory_bytes(groups)
+    # Of its host's memory it has a share.
+    sites, own = groups.sites, groups.sites[groups.rank].host
+    host_bytes = host_memory_bytes()[0] // sum(site.host == own for site in sites)
     mine = host_bytes, host_bytes
     if groups.device.type == "cuda":
         # What NCCL, the dense part and others hold is gone. Groups that plan for themselves must
@@ -751,10 +733,3 @@ def least_memory_bytes(groups: MeshGroups) -> tuple[int, int]:
     dist.all_gather_object(everyone, mine, group=groups.global_group)
     device, host = map(min, zip(*everyone, strict=True))
     return device, host
-
-
-def _host_memory_bytes(groups: MeshGroups) -> int:
-    """This worker's share of its host's memory."""
-    host_bytes, _ = host_memory_bytes()
-    num_on_host = Counter(site.host for site in groups.sites)
-    return host_bytes // num_on_host[groups.sites[groups.rank].host]

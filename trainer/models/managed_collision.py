@@ -262,12 +262,7 @@ class BucketedIds(ManagedCollisionModule):
         """The rows of the whole table that other ids have now."""
         start = (bucket - self._first) * self._bucket_rows
         place = slice(start, start + self._bucket_rows)
-        module = self._module_of(bucket, place)
-        module._update_and_evict(ids, counts, seen)
-        return module._evicted_emb_indices
-
-    def _module_of(self, bucket: int, place: slice) -> MCHManagedCollisionModule:
-        """TorchRec's module over the rows of one bucket: its buffers are parts of ours."""
+        # TorchRec's module over the rows of one bucket: its buffers are parts of ours.
         module = MCHManagedCollisionModule(
             zch_size=self._bucket_rows,
             device=self.device,
@@ -279,7 +274,8 @@ class BucketedIds(ManagedCollisionModule):
         module._mch_sorted_raw_ids = self.ids[place]
         module._mch_remapped_ids_mapping = self.rows[place]
         module._mch_metadata = {name: getattr(self, name)[place] for name in self._remembered}
-        return module
+        module._update_and_evict(ids, counts, seen)
+        return module._evicted_emb_indices
 
     def evict(self) -> torch.Tensor | None:
         """Rows of the whole table that have another id now than at the last call."""

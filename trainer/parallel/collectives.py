@@ -51,12 +51,6 @@ _T = TypeVar("_T")
 _CHUNKS = {"cpu": (2 * 2**20, 8), "cuda": (256 * 2**20, 2)}
 
 
-def _divisor(weights: Sequence[float]) -> float:
-    """What a sum of `pairwise_sum` is divided by."""
-    assert max(weights) > 0, "a mean needs a replica that counts"
-    return sum(weights) / max(weights)
-
-
 def pairwise_sum(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
     """Sum over the first dimension of [M, n], as float [n], in at least fp32.
 
@@ -326,7 +320,6 @@ class Block:
 
     @property
     def numel(self) -> int:
-        """Elements of all rows."""
         return self.num_rows * self.row_numel
 
     def read_into(self, flat: torch.Tensor) -> None:
@@ -447,7 +440,9 @@ class ReplicaCollectives:
     def _divide(self, total: torch.Tensor, out: torch.Tensor) -> None:
         """Write the mean into `out` whose sum is `total`."""
         if total.is_floating_point():
-            torch.div(total, _divisor(self._weights or [1.0] * self.num_replicas), out=out)
+            weights = self._weights or [1.0] * self.num_replicas
+            assert max(weights) > 0, "a mean needs a replica that counts"
+            torch.div(total, sum(weights) / max(weights), out=out)
         else:
             out.copy_(total)
 

@@ -43,7 +43,6 @@ class MeshGroups:
 
     @property
     def layout(self) -> Layout:
-        """The layout in positions."""
         return self.mesh.layout
 
     @property

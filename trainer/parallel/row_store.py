@@ -51,8 +51,6 @@ class RowStore(Protocol):
 
 
 class FlatRows:
-    """The rows of a tensor."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
@@ -151,34 +149,25 @@ class CachedRows:
         self, rows: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         if rows is not None:
-            return self.read_at(rows, rows + self.first, self.tensor, out)
+            return self.at(self.slots(rows + self.first), rows, self.tensor, out)
         if out is None:
             out = torch.empty_like(self.tensor)
         places = self._all()
         while places.numel():
             linear = places + self.first
-            slots = self._slots(linear)
-            out.index_copy_(0, places, self._at(slots, places, self.tensor))
-            places = places[self._slots(linear) != slots]
+            slots = self.slots(linear)
+            out.index_copy_(0, places, self.at(slots, places, self.tensor))
+            places = places[self.slots(linear) != slots]
         return out
 
-    def read_at(
-        self,
-        rows: torch.Tensor,
-        linear: torch.Tensor,
-        table: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The rows [k, ...] whose numbers are `rows` in `table`, and `linear` in the cache's."""
-        return self._at(self._slots(linear), rows, table, out)
-
-    def _at(
+    def at(
         self,
         slots: torch.Tensor,
         rows: torch.Tensor,
         table: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """The rows [k, ...] in these `slots` of the cache, or with these numbers in `table`."""
         is_cached = slots >= 0
         # In the stead of what is in the other place one row is read, which is quick.
         in_table = table.index_select(0, torch.where(is_cached, 0, rows))
@@ -188,12 +177,12 @@ class CachedRows:
     def write(self, values: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         rows = self._all() if rows is None else rows
         values = values.to(self.tensor.device)
-        slots = self._slots(rows + self.first)
+        slots = self.slots(rows + self.first)
         is_cached = slots >= 0
         _write_some(self._cache, slots, values, is_cached)
         _write_some(self.tensor, rows, values, ~is_cached)
 
-    def _slots(self, linear: torch.Tensor) -> torch.Tensor:
+    def slots(self, linear: torch.Tensor) -> torch.Tensor:
         """Which row of the cache holds each row, int64 [k], by its number there; -1 if none."""
         # On CUDA only: for the CPU FBGEMM has an operator of that name that answers at random.
         slots: torch.Tensor = torch.ops.fbgemm.lxu_cache_lookup(
@@ -286,7 +275,8 @@ class JoinedRows:
             return store.read(places, out)
         assert self._cached
         table, places = self._places(rows)
-        return self._cached.read_at(places, rows + self._linear[table], self._rows, out)
+        slots = self._cached.slots(rows + self._linear[table])
+        return self._cached.at(slots, places, self._rows, out)
 
     def write(self, values: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         assert rows is not None, "rows of several tables are named by their numbers"

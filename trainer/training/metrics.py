@@ -249,13 +249,10 @@ class _TaskMetrics:
             )
         if self._auc is not None:
             distances = scores.double() - (self._threshold or 0.0)
-            places = _bins_of(distances) + _AUC_BINS * self._is_positive(labels)
+            threshold = 1.0 if self._threshold is None else self._threshold
+            least = threshold - _LABEL_TOLERANCE * max(1.0, abs(threshold))
+            places = _bins_of(distances) + _AUC_BINS * (labels >= least)
             self._auc.view(-1).index_add_(0, places, weights.double())
-
-    def _is_positive(self, labels: torch.Tensor) -> torch.Tensor:
-        """1 where AUC takes a row for positive, else 0."""
-        threshold = 1.0 if self._threshold is None else self._threshold
-        return (labels >= threshold - _LABEL_TOLERANCE * max(1.0, abs(threshold))).long()
 
     def compute(self) -> dict[str, float]:
         """Values by metric; the sums are those of all ranks.

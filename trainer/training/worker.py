@@ -179,6 +179,5 @@ def named_failures(module: str | None = None) -> Iterator[None]:
 
 
 def layout_of(spec: JobSpec) -> Layout:
-    """The 2D layout that a spec asks for."""
     parallelism = spec.parallelism
     return Layout(parallelism.world_size, parallelism.group_size, parallelism.placement)

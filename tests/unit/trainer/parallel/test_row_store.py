@@ -7,7 +7,7 @@ one forward pass never driven out by each other), but without its hash and its k
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +25,7 @@ from tests.harness.small_model import NoHostReads
 from trainer.elastic.peer_copy import LiveCopy, chunks_of, pieces_of
 from trainer.parallel.collectives import Block, ReplicaCollectives
 from trainer.parallel.model import TableShard
-from trainer.parallel.row_store import CachedRows, FlatRows, RowStore
+from trainer.parallel.row_store import CachedRows, FlatRows
 from trainer.parallel.sync import PendingSync, blocks_of, whole
 from trainer.parallel.touched_rows import RowBase, RowNumbers, Rows, TableBase, wires
 
@@ -243,34 +243,23 @@ def _rows(shards: list[TableShard], at: torch.Tensor) -> Rows:
     return numbers.of_bits(torch.zeros(numbers.num_rows, dtype=torch.bool).index_fill(0, at, True))
 
 
-Action = Callable[[Pair], None]
-
-
-def _both(pair: Pair, act: Callable[[list[TableShard], RowNumbers], None]) -> None:
-    for shards in (pair.cached, pair.flat):
-        act(shards, RowNumbers(shards, CPU))
-
-
 def _sync_touched(pair: Pair) -> None:
     rows = _rows(pair.flat, pair.numbers())
-    blocks = [blocks_of(RowNumbers(s, CPU), rows, _all, Block) for s in (pair.cached, pair.flat)]
+    blocks = [blocks_of(RowNumbers(s, CPU), rows, list, Block) for s in (pair.cached, pair.flat)]
     for each in blocks:
         _collectives().average_in_place(each)
 
 
 def _sync_full(pair: Pair) -> None:
-    _both(pair, lambda _, n: _collectives().average_in_place(blocks_of(n, None, _all, Block)))
-
-
-def _all(stores: Sequence[RowStore]) -> Sequence[RowStore]:
-    return stores
+    for shards in (pair.cached, pair.flat):
+        _collectives().average_in_place(blocks_of(RowNumbers(shards, CPU), None, list, Block))
 
 
 def _sync_overlapped(pair: Pair) -> None:
     """Snapshots are taken, training goes on, and the means land later."""
     for rows in (_rows(pair.flat, pair.numbers()), None):
         pending = [
-            PendingSync(blocks_of(RowNumbers(shards, CPU), rows, _all, Block), _collectives())
+            PendingSync(blocks_of(RowNumbers(shards, CPU), rows, list, Block), _collectives())
             for shards in (pair.cached, pair.flat)
         ]
         pair.train()
@@ -298,7 +287,7 @@ def _sync_changes_of_rows(pair: Pair) -> None:
     pair.kernel.look_up()
     for numbers, base in bases:
         touched = _rows(numbers.shards, rows)
-        _collectives().average_in_place(blocks_of(numbers, touched, _all, base.block))
+        _collectives().average_in_place(blocks_of(numbers, touched, list, base.block))
 
 
 def _sync_changes_of_tables(pair: Pair) -> None:
@@ -306,7 +295,7 @@ def _sync_changes_of_tables(pair: Pair) -> None:
     pair.train()
     for shards, base in zip((pair.cached, pair.flat), bases, strict=True):
         numbers = RowNumbers(shards, CPU)
-        _collectives().average_in_place(blocks_of(numbers, None, _all, base.block))
+        _collectives().average_in_place(blocks_of(numbers, None, list, base.block))
         base.renew()
 
 
@@ -344,7 +333,7 @@ def _decay(pair: Pair) -> None:
     torch._foreach_mul_([shard.weight for shard in pair.flat], 0.9)
 
 
-ACTIONS: tuple[Action, ...] = (
+ACTIONS = (
     _sync_touched,
     _sync_full,
     _sync_overlapped,
@@ -359,7 +348,7 @@ ACTIONS: tuple[Action, ...] = (
 @settings(max_examples=examples(40, fast=8), deadline=None)
 @given(st.permutations(ACTIONS), st.integers(0, 2**31))
 def test_whatever_works_on_rows_leaves_cached_ones_as_plain_ones(
-    actions: list[Action], seed: int
+    actions: list[Callable[[Pair], None]], seed: int
 ) -> None:
     pair = Pair(random.Random(seed))
     for act in actions:

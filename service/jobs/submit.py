@@ -238,22 +238,23 @@ def _sized(spec: JobSpec, manifest: _Manifest) -> JobSpec:
 
 def submit_job(
     store: JobStore,
+    keys: KeyStore,
+    settings: Settings,
     spec: JobSpec,
     *,
+    secrets: Mapping[str, str],
     idempotency_key: str | None,
     admit: Callable[[], None] = lambda: None,
     check: Callable[[JobSpec], None] = lambda sized: None,
-    prepare: Callable[[str], None] = lambda job_id: None,
     actor: str = "user",
-    checkpoint_root: Path | str | None = None,
     parent: str | None = None,
 ) -> Job:
     """Store a new job, or return the one that the key made.
 
-    Of a new job `admit` is called first, `check` with its spec, the table sizes of its data in it,
-    and `prepare` with its id before it is stored; `parent` is the id of the job that it is a clone
-    of. Raises `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is
-    answered as the first one was, whatever happened to data, code and cluster since.
+    Of a new job `admit` is called first, then `check` with its spec, the table sizes of its data in
+    it. `secrets` are encrypted; `parent` is the id of the job that it is a clone of. Raises
+    `IdempotencyConflict`, `StorageUnavailable`, or `SpecError` if the data is not there. A repeated
+    submit is answered as the first one was, whatever happened to data, code and cluster since.
     """
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     request_hash = hashlib.sha256(canonical.encode()).hexdigest()
@@ -262,9 +263,9 @@ def submit_job(
         if known is not None:
             return known
     admit()
-    if checkpoint_root is not None and spec.checkpoint.path is None:
+    if settings.checkpoint_root is not None and spec.checkpoint.path is None:
         # From now on it is the job's: another setting later does not part it from its checkpoints.
-        checkpoint = spec.checkpoint.model_copy(update={"path": str(checkpoint_root)})
+        checkpoint = spec.checkpoint.model_copy(update={"path": str(settings.checkpoint_root)})
         spec = spec.model_copy(update={"checkpoint": checkpoint})
     check(check_data(spec))
     # To the microsecond, which is as fine as filters by time can name it.
@@ -279,7 +280,10 @@ def submit_job(
         priority=spec.priority,
         queued_at=now,
     )
-    prepare(job.id)
+    if secrets:
+        keys.keep_secrets(job.id, secrets, now)
+        path = run_dir_of(settings, job.id).secret_names_path  # tells the driver to ask for them
+        reach(settings, partial(write_json, path, sorted(secrets), settings.runs_dir))
     return store.create_job(
         job,
         idempotency_key=idempotency_key,
@@ -300,19 +304,6 @@ def check_places(spec: JobSpec) -> None:
     unnamed = {field for field, mark, path in places_of(spec) if mark.is_written and path is None}
     if found := local | unnamed - {"checkpoint.path"}:
         raise SpecError([FieldProblem(field, "not_shared", message) for field in sorted(found)])
-
-
-def keep_secrets(
-    keys: KeyStore, settings: Settings, job_id: str, encrypted: Mapping[str, str]
-) -> None:
-    """Keep secrets of a job that is about to be stored, and tell its driver of them.
-
-    Raises `StorageUnavailable` or `StoreUnavailable`.
-    """
-    if encrypted:
-        keys.keep_secrets(job_id, encrypted, time.time())
-        path = run_dir_of(settings, job_id).secret_names_path
-        reach(settings, partial(write_json, path, sorted(encrypted), settings.runs_dir))
 
 
 def find_job(store: JobStore, reference: str, projects: Collection[str] | None = None) -> Job:

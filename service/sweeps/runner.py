@@ -29,7 +29,7 @@ from service.errors import (
     StoreUnavailable,
 )
 from service.jobs.actions import cancel_job, pause_job
-from service.jobs.submit import UNREADABLE, keep_secrets, submit_job
+from service.jobs.submit import UNREADABLE, submit_job
 from service.settings import Settings
 from service.sweeps.search import spec_of_trial, suggest
 from trainer.spec.base import SpecError
@@ -167,13 +167,12 @@ class SweepRunner:
             spec = spec_of_trial(sweep, trial.number, trial.values)
             job = submit_job(
                 self.jobs,
+                self.keys,
+                self.settings,
                 spec,
+                secrets=self.keys.secrets_of(sweep.id),
                 idempotency_key=key,
                 actor=sweep.created_by,
-                prepare=lambda job_id: keep_secrets(
-                    self.keys, self.settings, job_id, self.keys.secrets_of(sweep.id)
-                ),
-                checkpoint_root=self.settings.checkpoint_root,
             )
         except (SpecError, IdempotencyConflict) as error:
             may_pass = self.clock() - trial.created_at < _OUTAGE_S and _is_of_storage(error)

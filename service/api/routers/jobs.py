@@ -34,7 +34,7 @@ from service.domain.models import Job
 from service.errors import IdempotencyConflict, reaching_storage
 from service.jobs import actions
 from service.jobs.run_storage import run_dir_of
-from service.jobs.submit import check_data, keep_secrets, submit_job
+from service.jobs.submit import check_data, submit_job
 from service.schemas.common import Page
 from service.schemas.jobs import (
     AttemptOut,
@@ -117,18 +117,14 @@ def _create(
     began_at = time.time()
     job = submit_job(
         context.store,
+        context.security.keys,
+        context.settings,
         spec,
+        secrets=context.security.encrypt_secrets(secrets),
         idempotency_key=idempotency_key,
         admit=lambda: check_spec(spec, principal, context, source),
         check=check,
-        prepare=lambda job_id: keep_secrets(
-            context.security.keys,
-            context.settings,
-            job_id,
-            context.security.encrypt_secrets(secrets),
-        ),
         actor=principal.name,
-        checkpoint_root=context.settings.checkpoint_root,
         parent=parent,
     )
     if idempotency_key is not None and context.security.read_secrets(job.id) != secrets:

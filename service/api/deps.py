@@ -21,6 +21,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, cast
 from fastapi import Depends, Header, Query, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.requests import HTTPConnection
 
@@ -136,23 +137,18 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
         }
     written = paths_of(spec, written=True)
     for name, path in paths.items():
-        job_id = jobs[name]
-        if job_id is None:
+        if (job_id := jobs[name]) is None:
             continue
         try:
             project = store.get_job(job_id).project
         except errors.JobNotFound:
             project = None
-        may_write = project == spec.project
-        may_read = principal.projects is None or (
-            project is not None and principal.role_in(project) is not None
-        )
-        if name in written and not may_write:
-            message = f"{path[:200]} is not in the run folder of a job of '{spec.project}'"
-            problems.append(FieldProblem(name, "foreign_run", message))
-        elif not may_read:
-            message = f"{path[:200]} is in the run folder of a job that is not in your projects"
-            problems.append(FieldProblem(name, "foreign_run", message))
+        may_read = principal.projects is None or (project and principal.role_in(project))
+        why = "" if may_read else "is in the run folder of a job that is not in your projects"
+        if name in written and project != spec.project:
+            why = f"is not in the run folder of a job of '{spec.project}'"
+        if why:
+            problems.append(FieldProblem(name, "foreign_run", f"{path[:200]} {why}"))
     if problems:
         raise SpecError(problems)
 
@@ -322,11 +318,14 @@ def _owner_in(arguments: Mapping[str, object]) -> str:
     return ""
 
 
-def streamed(context: Context, chunks: Iterator[bytes], job: Job) -> Iterator[bytes]:
-    """What is read of a job while it is sent, each chunk within the deadline."""
+def download(
+    context: Context, chunks: Iterator[bytes], job: Job, name: str, media_type: str
+) -> StreamingResponse:
+    """A file that is read of a job while it is sent, each chunk within the deadline."""
     take = partial(next, chunks, None)
     read = partial(in_time, context.settings.runs_dir, take, DEADLINE_S, job.id)
-    return cast(Iterator[bytes], iter(read, None))
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(iter(read, None), media_type=media_type, headers=headers)
 
 
 # A strong tag in a list; what others there are in it were never given out.

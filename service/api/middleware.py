@@ -228,7 +228,7 @@ def is_public(scope: Scope) -> bool:
 
 
 class _Body:
-    """A request's body as it comes in: at most `limit_bytes`, and whole within `limit_s`, if any."""
+    """A request's body: at most `limit_bytes`, and whole within `limit_s`, if any."""
 
     def __init__(self, receive: Receive, limit_bytes: int, limit_s: float | None) -> None:
         self._receive = receive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -48,16 +49,10 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 def install(app: FastAPI) -> None:
     """Let `app` answer /openapi.json with the document."""
     derived = app.openapi
-
-    def document() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            _complete(derived())
-        return app.openapi_schema or {}
-
-    app.openapi = document  # type: ignore[method-assign]
+    app.openapi = cache(lambda: _complete(derived()))  # type: ignore[method-assign]
 
 
-def _complete(document: dict[str, Any]) -> None:
+def _complete(document: dict[str, Any]) -> dict[str, Any]:
     components = document["components"]
     problem = Problem.model_json_schema(ref_template=_REFERENCE)
     components["schemas"] |= problem.pop("$defs", {}) | {"Problem": problem}
@@ -75,3 +70,4 @@ def _complete(document: dict[str, Any]) -> None:
             rule = rule_of(method.upper(), path)
             # The second one says that SHARDLOOM_AUTH=none asks for none.
             operation["security"] = [] if rule.scope is Scope.PUBLIC else [{"key": []}, {}]
+    return document

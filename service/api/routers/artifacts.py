@@ -15,8 +15,8 @@ from service.api.deps import (
     JobDep,
     PrincipalDep,
     ThreadRoute,
+    download,
     on_storage,
-    streamed,
 )
 from service.api.views import describe, exports_of
 from service.domain.timeline import Trace
@@ -70,7 +70,6 @@ async def upload_code(request: Request, context: ContextDep) -> CodeSummary:
 exports_router = APIRouter(
     prefix="/v1/jobs/{job}/exports", tags=["exports"], route_class=ThreadRoute
 )
-ARCHIVE_MEDIA_TYPE = "application/zip"
 
 
 @exports_router.post(
@@ -127,20 +126,17 @@ def remove_export(export_id: str, job: JobDep, context: ContextDep) -> None:
     "/{export_id}/archive",
     summary="Download an export",
     response_class=StreamingResponse,
-    responses={200: {"content": {ARCHIVE_MEDIA_TYPE: {}}}},
+    responses={200: {"content": {MEDIA_TYPE: {}}}},
 )
 @on_storage()
 def download_export(export_id: str, job: JobDep, context: ContextDep) -> StreamingResponse:
     """The folder as a ZIP archive; 409 until the export is done."""
     folder = get_finished_export(context.settings, job.id, export_id)
-    chunks = archive(folder)
-    headers = {
-        # Or it would be compressed on the way, which quantised tables hardly are.
-        "Content-Encoding": "identity",
-        "Content-Disposition": f'attachment; filename="{job.name}-{folder.id}.zip"',
-    }
-    sent = streamed(context, chunks, job)
-    return StreamingResponse(sent, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)
+    name = f"{job.name}-{folder.id}.zip"
+    sent = download(context, archive(folder), job, name, MEDIA_TYPE)
+    # Or it would be compressed on the way, which quantised tables hardly are.
+    sent.headers["Content-Encoding"] = "identity"
+    return sent
 
 
 traces_router = APIRouter(prefix="/v1/jobs/{job}/traces", tags=["traces"], route_class=ThreadRoute)
@@ -191,9 +187,7 @@ def download_trace(
     """The gzipped JSON, as chrome://tracing and Perfetto read it."""
     run_dir = run_dir_of(context.settings, job.id)
     file = find_trace(context.store, run_dir, job.id, name, attempt)
-    headers = {"Content-Disposition": f'attachment; filename="{job.name}-{name}"'}
-    sent = streamed(context, _chunks(file), job)
-    return StreamingResponse(sent, media_type=TRACE_MEDIA_TYPE, headers=headers)
+    return download(context, _chunks(file), job, f"{job.name}-{name}", TRACE_MEDIA_TYPE)
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import StreamingResponse
 
-from service.api.deps import ContextDep, JobDep, StreamDep, ThreadRoute, on_storage, streamed
+from service.api.deps import ContextDep, JobDep, StreamDep, ThreadRoute, download, on_storage
 from service.api.sse import LogFollower, TimelineFollower, stream
 from service.domain.models import Checkpoint, TimelineEvent
 from service.errors import InvalidRequest
@@ -132,11 +132,7 @@ def download_logs(
         raise InvalidRequest([FieldProblem("attempt", "attempt", "no attempt of this job")])
     logs = logs_of(run_dir_of(context.settings, job.id), [attempt] if attempt else attempts)
     name = f"{attempt or job.id}-logs.zip"
-    return StreamingResponse(
-        streamed(context, as_zip(logs), job),
-        media_type="application/zip",
-        headers={"Content-Disposition": f'attachment; filename="{name}"'},
-    )
+    return download(context, as_zip(logs), job, name, "application/zip")
 
 
 @router.get(

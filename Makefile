@@ -18,7 +18,7 @@ DEV_STAMP := .venv/.installed-dev-$(STACK)
 # Two processes: most tests wait. Files stay together; the long ones begin (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
 
-.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit coverage lint format lock images \
+.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz coverage lint format lock images \
 	dashboards chart chart-push wheel wheel-push manifests docs bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -45,9 +45,6 @@ test: setup-dev ## run the tests but for the slow ones: ten minutes on two fast 
 
 test-all: setup-dev ## run all tests, with many more made-up cases: half an hour on two fast cores
 	@SHARDLOOM_TEST_PROFILE=all $(PYTEST) tests $(PYTEST_ARGS)
-
-test-unit: setup-dev ## run the tests that need no Ray, network or browser
-	@$(PYTEST) tests/unit -m "not slow" $(PYTEST_ARGS)
 
 coverage: setup-dev ## run the tests that need no Ray and print what share of the lines they run
 	@$(PYTEST) tests/unit tests/integration/kube tests/integration/elastic/test_coordinator.py \

@@ -31,16 +31,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from rich.console import RenderableType
 
 from tests.benchmarks.report import (
     BenchmarkReport,
     Goal,
     Run,
-    measure_and_tell,
     parser_of,
-    rows_table_of,
-    table_of,
+    tell,
 )
 from trainer.layout.cost import (
     RESERVE_SHARE,
@@ -320,13 +317,7 @@ def report() -> BenchmarkReport:
 
 def main() -> int:
     """Command line; returns the exit code."""
-    options = parser_of(__doc__).parse_args()
-
-    def measure(machine: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
-        document = report().document(machine)
-        return document, [rows_table_of(document), table_of(document)]
-
-    return measure_and_tell(options.json, measure)
+    return tell(parser_of(__doc__).parse_args().json, report)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ import httpx
 import polars
 import torch
 import torch.distributed as dist
-from rich.console import RenderableType
 
 from tests.benchmarks.prepare_child import memory_bytes
 from tests.benchmarks.report import (
@@ -52,10 +51,8 @@ from tests.benchmarks.report import (
     Goal,
     Run,
     log,
-    measure_and_tell,
     parser_of,
-    rows_table_of,
-    table_of,
+    tell,
 )
 from tests.benchmarks.two_d import LINK, NUM_HOSTS, RANKS_PER_HOST, emulated_ranks
 from tests.benchmarks.two_d_train import TwoDTrainer, take
@@ -374,12 +371,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--only-times", action="store_true", help="ask for plans, train nothing")
     options = parser.parse_args()
-
-    def run(machine: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
-        document = (times_report() if options.only_times else report()).document(machine)
-        return document, [rows_table_of(document), table_of(document)]
-
-    return measure_and_tell(options.json, run)
+    return tell(options.json, times_report if options.only_times else report)
 
 
 if __name__ == "__main__":

@@ -255,13 +255,18 @@ def main(run: Callable[[int], BenchmarkReport], *, default_pairs: int, descripti
     parser = parser_of(description)
     parser.add_argument("--pairs", type=int, default=default_pairs, help="measured pairs of runs")
     options = parser.parse_args()
+    return tell(options.json, lambda: run(options.pairs))
+
+
+def tell(json_path: Path | None, run: Callable[[], BenchmarkReport]) -> int:
+    """Write and print the report that `run` makes; the exit code as of `measure_and_tell`."""
 
     def measure(machine: dict[str, Any]) -> tuple[dict[str, Any], list[RenderableType]]:
-        document = run(options.pairs).document(machine)
+        document = run().document(machine)
         rows = [rows_table_of(document)] if "rows" in document else []
         return document, [*rows, table_of(document)]
 
-    return measure_and_tell(options.json, measure)
+    return measure_and_tell(json_path, measure)
 
 
 def measure_and_tell(

@@ -3,15 +3,10 @@
 python -m tests.benchmarks.quality --json FILE [--seeds N] [--source DIR]
 
 Everybody fits the same ratings (each user's first nine tenths by time) and predicts the same held
-out ones. What both sides are tuned to was found on the fitted ratings only,
-but the held-out ones were looked at three times: after the first look two feature columns were
-added on the evidence of the fitted ratings, after the second the peer got more factors (see
-docs/model-quality.md). `rmse_gain` is how many stars our RMSE lies below that of the best peer,
-both means over the seeds; its spread is that of single seeds. Beside it stands how far it may be
-chance of which users there are (`gain_interval`), which says nothing of the three looks.
-
-The factorisation was chosen among 146 settings by the mean of two seeds. Of ours 4 were drawn
-and about 11 tried by hand; epochs and weight decay were chosen by one seed.
+out ones. `rmse_gain` is how many stars our RMSE lies below that of the best peer, both means over
+the seeds; its spread is that of single seeds. Beside it stands how far it may be chance of which
+users there are (`gain_interval`). That says nothing of how both sides were tuned, and how often the
+held-out ratings were looked at: docs/model-quality.md does.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from service.domain.membership import (
     workers_held,
 )
 from service.domain.metrics import compared
-from service.domain.models import Attempt, Job, JobStatus, Progress, Project, QueueState
+from service.domain.models import Attempt, Job, JobStatus, Progress, Project
 from service.domain.retries import advice_of
 from service.domain.sweeps import Observed, Sweep, best_of, num_of_trials
 from service.errors import ExportNotReady
@@ -53,17 +53,12 @@ def exports_of(run_dir: RunDir) -> list[ExportOut]:
     found = []
     for folder in list_exports(run_dir)[-_MAX_EXPORTS:]:
         with suppress(OSError, ValueError):
-            found.append(_describe_or_fail(folder))
+            try:
+                found.append(describe(folder))
+            except ExportNotReady as error:  # it was damaged
+                wanted = vars(folder.wanted)
+                found.append(ExportOut(**wanted, id=folder.id, status="failed", message=str(error)))
     return found
-
-
-def _describe_or_fail(folder: ExportFolder) -> ExportOut:
-    """Like `describe`, but an export that was damaged is shown as failed."""
-    try:
-        return describe(folder)
-    except ExportNotReady as error:
-        wanted = vars(folder.wanted)
-        return ExportOut(**wanted, id=folder.id, status="failed", message=str(error))
 
 
 def describe(folder: ExportFolder) -> ExportOut:
@@ -84,7 +79,7 @@ def queue_position(job: Job) -> QueuePlace | None:
     """Where a job stands in the queue; None where it does not wait."""
     if job.status is not JobStatus.QUEUED:
         return None
-    state = QueueState.of(job)
+    state = job.queue_note
     return QueuePlace(position=state.position, reason=state.reason)
 
 
@@ -100,13 +95,13 @@ def queue_view(live: Sequence[Job], visible: Collection[str] | None) -> QueueOut
 
 
 def _turn(job: Job) -> tuple[float, int, float]:
-    position = QueueState.of(job).position
+    position = job.queue_note.position
     return math.inf if position is None else position, -job.priority, job.waits_since
 
 
 def _waiting(job: Job) -> WaitingJob:
     # Of both reasons the body has that of the queue.
-    facts = {**vars(job), **vars(sizes_of_job(job)), **vars(QueueState.of(job))}
+    facts = {**vars(job), **vars(sizes_of_job(job)), **vars(job.queue_note)}
     return WaitingJob(**facts, waits_since=job.waits_since)
 
 
@@ -116,7 +111,7 @@ def _running(job: Job) -> RunningJob:
         preemptible=job.spec.preemptible,
         num_workers=workers_held(job),
         is_pausing=job.pause_requested,
-        preempted_by=QueueState.of(job).preempted_by,
+        preempted_by=job.queue_note.preempted_by,
     )
 
 

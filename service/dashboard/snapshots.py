@@ -81,8 +81,7 @@ def load_job(
     """
     job = placed(store.get_job(job_id))
     # The estimate of its start is another each second, and no page shows it.
-    note = {k: value for k, value in (job.queue_note or {}).items() if k != "expected_start_at"}
-    job = replace(job, queue_note=note or None)
+    job = replace(job, queue_note=replace(job.queue_note, expected_start_at=None))
     known = previous.timeline if previous else ()
     after = known[-1].id if known else 0
     told = store.list_timeline(job_id, after=after, limit=MAX_LINES, newest=True)

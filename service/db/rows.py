@@ -32,6 +32,8 @@ def job_values(job: Job) -> dict[str, Any]:
         **{name: value for name, value in vars(job).items() if name not in _OTHER_FIELDS},
         "status": job.status.value,
         "reason": job.reason.value if job.reason else None,
+        "queue_note": {k: v for k, v in vars(job.queue_note).items() if v not in (None, "")}
+        or None,
     }
 
 
@@ -55,7 +57,8 @@ def job_of(row: RowMapping) -> Job:
     """A job from `jobs` joined with `job_progress`; raises `JobUnreadable`."""
     try:
         progress = {name: row[name] for name in _PROGRESS_FIELDS}
-        parts = {"spec": _spec_of(row["spec"]), "progress": progress}
+        note = row["queue_note"] or {}  # What a later version added to it is ignored.
+        parts = {"spec": _spec_of(row["spec"]), "progress": progress, "queue_note": note}
         return _JOB.validate_python({**row, **parts})
     except ValidationError as error:
         raise JobUnreadable(row["id"], faults_of(error)) from error

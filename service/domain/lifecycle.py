@@ -104,7 +104,7 @@ def start(job: Job, now: float, note: QueueState) -> Decision:
         status=JobStatus.STARTING,
         retry_at=None,
         current_attempt_id=attempt.id,
-        queue_note=replace(note, since=now).document,
+        queue_note=replace(note, since=now),
         message="",
     )
     waited_s = None if job.queued_at is None else round(max(0.0, now - job.queued_at), 3)
@@ -172,7 +172,7 @@ def _explain(job: Job, attempt: Attempt, observation: Observation) -> ReportedEn
     end = attempt.reported_end or _implied_end(observation)
     if job.cancel_requested and end.reason is not EndReason.COMPLETED:
         return ReportedEnd(EndReason.CANCELLED, "cancelled on request")
-    was_stopped_by_us = job.pause_requested or bool(QueueState.of(job).stop_sent)
+    was_stopped_by_us = job.pause_requested or bool(job.queue_note.stop_sent)
     if end.reason is EndReason.CANCELLED and was_stopped_by_us:
         # Also where the pause was withdrawn after the stop had been sent.
         message = "stopped before it had saved; training goes on from the newest checkpoint"
@@ -207,7 +207,7 @@ def end_attempt(
     ended = replace(attempt, ended_at=now, end_reason=reason, message=message, collect_at=late_at)
     job = replace(job, num_failures=job.num_failures + _num_failures(attempt, reason))
     is_spent = job.num_failures > job.spec.retry.max_failures
-    num_free = (QueueState.of(job).num_free or 0) + 1
+    num_free = (job.queue_note.num_free or 0) + 1
     match reason.rule.budget:
         case Budget.NONE:
             return finish(job, reason, message, now, ended)
@@ -237,9 +237,9 @@ def _num_failures(attempt: Attempt, reason: EndReason) -> int:
 def _paused(job: Job, ended: Attempt, now: float) -> Decision:
     """A pause is complete: the job stays paused, or after a preemption is queued again."""
     assert ended.end_reason is not None
-    by, reason = QueueState.of(job).preempted_by, ended.end_reason.value
+    by, reason = job.queue_note.preempted_by, ended.end_reason.value
     cause = f"attempt {ended.index} ended ({reason}: {ended.message})"
-    note = QueueState(since=now).document
+    note = QueueState(since=now)
     rested = replace(job, pause_requested=False, retry_at=None, message="", queue_note=note)
     if by is None:
         message = f"paused: {cause}"
@@ -269,7 +269,7 @@ def _requeue(job: Job, ended: Attempt, num_free: int, now: float) -> Decision:
     data = {**end_details(job, ended), **facts}
     told = timeline_event(job, ended, now, ServiceEvent.RETRY_SCHEDULED, message, data)
     retry_at = now + delay_s
-    note = QueueState(since=retry_at, num_free=num_free if is_free else None).document
+    note = QueueState(since=retry_at, num_free=num_free if is_free else None)
     queued = replace(job, status=JobStatus.QUEUED, retry_at=retry_at, message="", queue_note=note)
     return Decision(queued, ended, timeline=(told,))
 
@@ -286,7 +286,7 @@ def finish(
         ended_at=now,
         retry_at=None,
         pause_requested=False,
-        queue_note=None,
+        queue_note=QueueState(),
     )
     facts = {"status": finished.status.value, "reason": reason.value}
     data = {**end_details(job, attempt), **facts}
@@ -307,7 +307,7 @@ def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> 
     """Let the driver save and end; stop one that has nothing to save, or takes too long."""
     if observation.state is ObservedState.UNREACHABLE:
         return Decision(_with_contact(job, observation), attempt)
-    note, has_begun = QueueState.of(job), observation.state is ObservedState.RUNNING
+    note, has_begun = job.queue_note, observation.state is ObservedState.RUNNING
     if has_begun and note.stop_at is None and note.grace_s is not None:
         # From now on: nobody was asked while the cluster did not answer.
         note = replace(note, stop_at=now + note.grace_s)
@@ -317,7 +317,7 @@ def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> 
         note = replace(note, stop_sent=True)
     # That they could not be asked stays until they are.
     message = job.message if may_save and job.message.startswith(NOT_ASKED) else PAUSING
-    pausing = replace(job, message=message, queue_note=note.document)
+    pausing = replace(job, message=message, queue_note=note)
     return Decision(pausing, attempt, Action.PAUSE if may_save else Action.STOP)
 
 
@@ -384,16 +384,18 @@ def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> 
 
     Its workers have `grace_s` seconds to save. A queued job pauses at once.
     """
-    note = QueueState.of(job)
+    note = job.queue_note
     is_asked = job.pause_requested and note.preempted_by is None
     if job.status.is_terminal or job.status is JobStatus.PAUSED or is_asked:
         return Decision(job, None)
     asked = _requested("pause", job, now, actor, grace_s=grace_s)
     if job.status is JobStatus.QUEUED:
-        paused = replace(job, status=JobStatus.PAUSED, retry_at=None, queue_note=None, message="")
+        paused = replace(
+            job, status=JobStatus.PAUSED, retry_at=None, queue_note=QueueState(), message=""
+        )
         return Decision(paused, None, timeline=(asked,))
     pausing = replace(note, preempted_by=None, grace_s=grace_s)
-    job = replace(job, pause_requested=True, queue_note=pausing.document)
+    job = replace(job, pause_requested=True, queue_note=pausing)
     return Decision(job, None, timeline=(asked,))
 
 
@@ -402,28 +404,28 @@ def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
     if job.status.is_terminal or job.status.is_at_rest or job.pause_requested:
         return Decision(job, None)
     name = by.named_for(job)
-    note = replace(QueueState.of(job), preempted_by=name, grace_s=grace_s)
+    note = replace(job.queue_note, preempted_by=name, grace_s=grace_s)
     message = f"makes way for {name} of priority {by.priority}"
     facts = {"preempted_by": name, "priority": by.priority, "grace_s": grace_s}
     told = timeline_event(job, None, now, ServiceEvent.PREEMPTION_REQUESTED, message, facts)
-    pausing = replace(job, pause_requested=True, queue_note=note.document)
+    pausing = replace(job, pause_requested=True, queue_note=note)
     return Decision(pausing, None, timeline=(told,))
 
 
 def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
     """Resume: a paused job is queued with its old place, one that still pauses goes on."""
-    is_preempted = QueueState.of(job).preempted_by is not None
+    is_preempted = job.queue_note.preempted_by is not None
     is_pausing = job.pause_requested and not is_preempted
     if job.status.is_terminal or not (job.status is JobStatus.PAUSED or is_pausing):
         return Decision(job, None)
     asked = _requested("resume", job, now, actor)
     if job.status is JobStatus.PAUSED:
         queued = replace(job, status=JobStatus.QUEUED, pause_requested=False, retry_at=None)
-        waiting = replace(queued, queue_note=QueueState(since=now).document)
+        waiting = replace(queued, queue_note=QueueState(since=now))
         return Decision(waiting, None, timeline=(asked,))
     # A driver that has seen the request ends all the same, and another attempt follows at once.
-    note = replace(QueueState.of(job), stop_at=None)
-    going_on = replace(job, pause_requested=False, queue_note=note.document, message="")
+    note = replace(job.queue_note, stop_at=None)
+    going_on = replace(job, pause_requested=False, queue_note=note, message="")
     return Decision(going_on, None, timeline=(asked,))
 
 
@@ -447,6 +449,6 @@ def request_restart(
         num_failures=0,
         cancel_requested=False,
         pause_requested=False,
-        queue_note=None,
+        queue_note=QueueState(),
     )
     return Decision(waiting, None, timeline=(asked,))

@@ -19,7 +19,6 @@ from service.domain.models import (
     Member,
     Membership,
     Prediction,
-    QueueState,
     Recovery,
 )
 from service.domain.sharding import failure_domain_of
@@ -264,4 +263,4 @@ def workers_held(job: Job) -> int:
     # A job may say what it likes, but others wait for what it holds.
     most = job.spec.parallelism.world_size
     reported = min(membership.world_size, most) if membership else 0
-    return sizes.spare_workers + (reported or QueueState.of(job).workers or sizes.world_size)
+    return sizes.spare_workers + (reported or job.queue_note.workers or sizes.world_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
@@ -214,7 +214,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class QueueState:
-    """The scheduler's state of a job, stored in `Job.queue_note`.
+    """The scheduler's state of a job.
 
     `since` is when it was last queued again, or started (Unix seconds). While it waits: its
     `position` (from 1), `reason` and `expected_start_at`, which are not stored. Once it started:
@@ -236,20 +236,6 @@ class QueueState:
     preempted_by: str | None = None
     num_free: int | None = None
     since: float | None = None
-
-    @classmethod
-    def of(cls, job: Job) -> QueueState:
-        """The state of a job; fields that a later version added are ignored."""
-        known = {field.name for field in fields(cls)}
-        stored = job.queue_note or {}
-        return cls(**{name: value for name, value in stored.items() if name in known})  # type: ignore[arg-type]
-
-    @property
-    def document(self) -> dict[str, object] | None:
-        """As stored in `Job.queue_note`: without empty fields, None where all are empty."""
-        return {
-            name: value for name, value in vars(self).items() if value not in (None, "")
-        } or None
 
 
 def attempt_id(job_id: str, index: int) -> str:
@@ -319,7 +305,7 @@ class Job:
     pause_requested: bool = False
     queued_at: float | None = None
     resume_from: str | None = None
-    queue_note: dict[str, object] | None = None
+    queue_note: QueueState = QueueState()
 
     def named_for(self, reader: Job) -> str:
         """How this job is called in messages of another one: by name only in the same project."""
@@ -338,7 +324,7 @@ class Job:
     @property
     def waits_anew_since(self) -> float:
         """When its present wait in the queue begins: after a pause or a backoff anew."""
-        return QueueState.of(self).since or self.waits_since
+        return self.queue_note.since or self.waits_since
 
     @property
     def num_attempts(self) -> int:

@@ -35,7 +35,6 @@ from service.domain.models import (
     Checkpoint,
     Job,
     JobStatus,
-    QueueState,
     RemainingPath,
     TimelineEvent,
 )
@@ -393,7 +392,7 @@ def _legal_sizes(job: Job) -> range:
 def _most_workers(job: Job) -> int:
     """The most workers of a job in this attempt, as its quota left them when that started."""
     most = job.spec.parallelism.world_size
-    return min(most, QueueState.of(job).max_workers or most)
+    return min(most, job.queue_note.max_workers or most)
 
 
 def check_size(job: Job, num_workers: int) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from service.auth.crypto import master_keys_of
 from service.backends.base import Submission
 from service.db.jobs import JobStore
-from service.domain.models import Attempt, Job, QueueState
+from service.domain.models import Attempt, Job
 from service.domain.retries import NextAttempt, next_attempt, with_parallelism
 from service.jobs.code_archives import give_code
 from service.jobs.run_storage import run_dir_of
@@ -33,7 +33,7 @@ def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> Nex
     sizes = {each.attempt_id: each.data.get("shard_group_size") for each in chosen}
     known = {name: size for name, size in sizes.items() if name and isinstance(size, int)}
     following = next_attempt(job, ended, known, now)
-    most, spec = QueueState.of(job).max_workers, following.spec
+    most, spec = job.queue_note.max_workers, following.spec
     if not most:
         return following
     size = spec.parallelism.shard_group_size

@@ -25,7 +25,7 @@ from functools import cached_property
 
 from service.backends.base import has_own_cluster
 from service.domain.membership import current_membership, sizes_of_job, workers_held
-from service.domain.models import Job, JobStatus, Project, QueueState
+from service.domain.models import Job, JobStatus, Project
 from service.domain.retries import MAX_BACKOFF_S
 from service.domain.timeline import counted
 from trainer.layout.hosts import HostFacts, wants_gpu
@@ -138,7 +138,7 @@ def workers_by_host(job: Job) -> Mapping[str, int]:
 def most_held(job: Job) -> int:
     """The most workers that a job may grow to in this attempt; 0 where it does not run."""
     held, sizes = workers_held(job), sizes_of_job(job)
-    most = (QueueState.of(job).max_workers or sizes.world_size) + sizes.spare_workers
+    most = (job.queue_note.max_workers or sizes.world_size) + sizes.spare_workers
     return max(held, most) if held else 0
 
 
@@ -296,7 +296,7 @@ class _SchedulingPass:
 
     def count_as_started(self, job: Job) -> None:
         """Count a job that says nothing usable with the workers that it was started with."""
-        workers = QueueState.of(job).workers or 0
+        workers = job.queue_note.workers or 0
         self._num_running[job.project] += 1
         self.shares[job.project] += workers
         self._claims[job.project] += workers
@@ -521,7 +521,7 @@ class _SchedulingPass:
 
 def _started_at(job: Job) -> float:
     """When the newest attempt of a job started."""
-    return QueueState.of(job).since or job.started_at or job.waits_since
+    return job.queue_note.since or job.started_at or job.waits_since
 
 
 def _impossible(job: Job, least: int, total: int) -> str:

@@ -19,7 +19,7 @@ from service.backends.base import Backend, has_own_cluster
 from service.db.jobs import JobStore
 from service.db.projects import Lock, ProjectStore, hold_lock
 from service.domain.lifecycle import Decision, preempt, start
-from service.domain.models import Job, JobStatus, QueueState
+from service.domain.models import Job, JobStatus
 from service.domain.timeline import ServiceEvent, timeline_event
 from service.errors import (
     BackendUnreachable,
@@ -86,8 +86,8 @@ class SchedulerRunner:
         if place is None:
             return job
         facts = {name: value for name, value in vars(place).items() if name != "job"}
-        note = replace(QueueState.of(job), **facts)
-        return replace(job, queue_note=note.document, message=job.message or self._message)
+        note = replace(job.queue_note, **facts)
+        return replace(job, queue_note=note, message=job.message or self._message)
 
     def close(self) -> None:
         """Wait for the growth limits that are being written."""
@@ -190,7 +190,7 @@ class SchedulerRunner:
         self._store(Decision(waiting, None, timeline=(told,)), lock)
 
     def _start(self, begun: Start, now: float, lock: Lock) -> None:
-        known = QueueState.of(begun.job)
+        known = begun.job.queue_note
         note = replace(known, workers=begun.workers, max_workers=begun.max_workers)
         self._store(start(begun.job, now, note), lock)
         self.telemetry.left_queue(begun.job)

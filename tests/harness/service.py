@@ -103,7 +103,7 @@ class House:
 
     def place_of(self, job: Job) -> QueueState:
         """Where a job stands in the queue, or what it was started with."""
-        return QueueState.of(self.placed(self.store.get_job(job.id)))
+        return self.placed(self.store.get_job(job.id)).queue_note
 
     def submit(self, *observations: str, max_failures: int = 3) -> Job:
         """A queued job whose attempts follow a script."""

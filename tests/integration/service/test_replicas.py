@@ -23,7 +23,7 @@ from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
 from service.db.webhooks import WebhookStore
 from service.domain.lifecycle import finish
-from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
+from service.domain.models import EndReason, Job, JobStatus, Project
 from service.domain.webhooks import Answer, DeliveryState, after_try
 from service.errors import RecordRefused, StaleVersion, StoreUnavailable
 from service.observability.metrics import ServiceMetrics
@@ -286,7 +286,7 @@ def test_replicas_give_room_away_once_and_keep_to_quotas(
             list(pool.map(SchedulerRunner.admit, keepers))
             live = stores[0].list_live_jobs()
             running = [job for job in live if job.status is JobStatus.STARTING]
-            held = [(job.project, QueueState.of(job).workers or 0) for job in running]
+            held = [(job.project, job.queue_note.workers or 0) for job in running]
             assert sum(workers for _, workers in held) <= NUM_CPUS
             assert sum(workers for project, workers in held if project == "ads") <= 4
             assert running, "somebody could have started"

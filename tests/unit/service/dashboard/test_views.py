@@ -107,7 +107,7 @@ def test_a_job_that_does_not_run_shows_why_instead_of_an_eta() -> None:
     row = views.job_row(failed, NOW + 1000)
     assert (row["tone"], row["aside"], row["duration"]) == ("bad", "data error", "10s")
     note = QueueState(position=3, reason="waiting for 4 of 8 workers")
-    waiting = replace(queued_job(), queue_note=note.document)
+    waiting = replace(queued_job(), queue_note=note)
     assert views.job_row(waiting, NOW)["aside"] == "#3 in the queue"
     assert views.job_row(running_job(pause_requested=True), NOW)["aside"] == "pausing"
 
@@ -116,7 +116,7 @@ def test_the_page_of_a_queued_job_says_where_it_waits_and_why_and_is_drawn_anew_
     store: JobStore,
 ) -> None:
     stored, place = store_job(store), QueueState(2, "waiting for 4 of 8 workers", NOW)
-    feed = JobFeed(store, stored.id, lambda job: replace(job, queue_note=place.document))
+    feed = JobFeed(store, stored.id, lambda job: replace(job, queue_note=place))
     first = feed.latest()
     assert "#2 in the queue: waiting for 4 of 8 workers" in first.html["progress"]
     assert "not started" not in first.html["progress"]

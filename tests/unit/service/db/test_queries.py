@@ -22,7 +22,7 @@ from service.db.tables import job_secrets, jobs, metadata, metric_points
 from service.db.webhooks import WebhookStore
 from service.domain.auth import AuditFilter
 from service.domain.job_filter import JobFilter
-from service.domain.models import Attempt, Job, JobStatus, Progress
+from service.domain.models import Attempt, Job, JobStatus, Progress, QueueState
 from service.errors import AttemptNotFound, JobNotFound
 from tests.harness.builders import (
     NOW,
@@ -55,7 +55,7 @@ def _with_status(store: JobStore, job: Job, status: JobStatus) -> Job:
 
 def test_the_columns_of_queue_and_progress_read_back(store: JobStore) -> None:
     job = replace(queued_job(), priority=7, pause_requested=True, queued_at=NOW)
-    job = replace(job, resume_from="checkpoints/step-1", queue_note={"code": "quota", "free": 2})
+    job = replace(job, resume_from="checkpoints/step-1", queue_note=QueueState(num_free=2))
     job = replace(job, progress=Progress(step=3, advanced_at=NOW, checkpoint_at=NOW + 1))
     stored = store_job(store, job)
     assert store.get_job(job.id) == stored == job

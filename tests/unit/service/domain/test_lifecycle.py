@@ -216,7 +216,7 @@ def test_a_preempted_job_waits_again_with_its_old_place() -> None:
     saved = reported(attempt, EndReason.PAUSED)
     ended = decide(pausing, saved, FAILED, NOW + 3)
     assert (ended.job.status, ended.job.waits_since) == (JobStatus.QUEUED, NOW - 7)
-    assert (ended.job.pause_requested, ended.job.queue_note) == (False, {"since": NOW + 3})
+    assert (ended.job.pause_requested, ended.job.queue_note) == (False, QueueState(since=NOW + 3))
     assert [line.kind for line in ended.timeline] == ["job_preempted"]
     # Somebody pauses it meanwhile.
     pausing = request_pause(pausing, NOW + 1, 120).job

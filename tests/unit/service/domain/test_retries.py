@@ -45,7 +45,7 @@ def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_agai
 
 
 def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget() -> None:
-    spent, attempt = live_job(num_failures=99, queue_note=QueueState(num_free=4).document)
+    spent, attempt = live_job(num_failures=99, queue_note=QueueState(num_free=4))
     for reason, wait_s in (
         (EndReason.FORGOTTEN, 2.0),
         (EndReason.HOST_LOST, 2.0),
@@ -80,12 +80,12 @@ def test_what_never_gets_better_is_given_up_after_many_attempts_since_a_restart(
     assert again.retry_at == NOW + backoff_s(EndReason.NO_ROOM.rule.first_backoff_s, 1, attempt.id)
     for _ in range(MAX_ATTEMPTS - 1):
         assert again.status is JobStatus.QUEUED
-        started = start(again, NOW, QueueState.of(again))
+        started = start(again, NOW, again.queue_note)
         again = decide(started.job, replace(late, id=started.attempt.id), FAILED, NOW).job
     assert (again.status, again.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
     assert "no_room): 2 of 3 hosts" in again.message
     restarted = request_restart(again, "step-1", 1, NOW).job
-    assert QueueState.of(restarted).num_free is None
+    assert restarted.queue_note.num_free is None
 
 
 # ---- what the next attempt does otherwise

@@ -179,7 +179,7 @@ def test_the_longest_wait_is_told_by_project() -> None:
 def test_a_retry_waits_from_when_it_may_start_not_from_when_the_job_first_waited() -> None:
     now = [NOW]
     telemetry = ServiceMetrics(lambda: now[0])
-    note = QueueState(since=NOW + 20).document
+    note = QueueState(since=NOW + 20)
     job = replace(_running(), status=JobStatus.QUEUED, created_at=NOW - 9000, queue_note=note)
     telemetry.saw_live_jobs([job])
     assert _oldest(telemetry) == 0

@@ -56,7 +56,7 @@ def job(
 def running(name: str = "busy", workers: Any = 2, *, holds: int = 0, **fields: Any) -> Job:
     """A job that holds workers, all that it may have unless it is said how many it `holds`."""
     made = job(name, workers, **fields)
-    note = QueueState(workers=holds or workers).document
+    note = QueueState(workers=holds or workers)
     return replace(made, status=JobStatus.RUNNING, queue_note=note, started_at=NOW - 50)
 
 
@@ -136,7 +136,7 @@ def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
     held = broken(running("held"), "parallelism", **vast)
     tiny = broken(job("tiny", priority=9), "resources", cpus_per_worker=1e-320)
     queued = [tiny, job("innocent"), broken(job("vast", priority=9), "parallelism", **vast)]
-    found = decide(queued, [replace(held, queue_note=None)], cluster(4))
+    found = decide(queued, [replace(held, queue_note=QueueState())], cluster(4))
     assert started(found) == ["innocent"]
     assert "OverflowError" in reasons(found)["tiny"]
     assert reasons(found).keys() == {"tiny", "vast"}
@@ -236,7 +236,7 @@ def test_spares_count_with_their_job() -> None:
     assert workers_held(busy) == 5
     waiting = job("waiting", 8, age_s=1e6)
     assert decide([waiting], [busy], cluster(8)).growth_limits == {}
-    few = replace(busy, queue_note=QueueState(workers=2).document)
+    few = replace(busy, queue_note=QueueState(workers=2))
     assert decide([waiting], [few], cluster(8)).growth_limits == {"busy": 2}
     assert decide([], [few], Capacity(max_workers=4)).growth_limits == {"busy": 3}
 
@@ -309,7 +309,7 @@ def test_a_small_job_passes_a_blocked_one_only_for_a_while() -> None:
     found = decide([patient, small], held, cluster(6))
     assert started(found) == []
     assert "behind job" in reasons(found)["small"]
-    again = replace(patient, queue_note=QueueState(since=NOW - 10).document)
+    again = replace(patient, queue_note=QueueState(since=NOW - 10))
     assert started(decide([again, small], held, cluster(6))) == ["small"], "it ran meanwhile"
 
 
@@ -347,7 +347,7 @@ def test_the_least_important_and_latest_job_makes_way_and_no_more_than_needed() 
     found = decide([job("urgent", 4, priority=5)], held, cluster(5))
     assert [each.job.name for each in found.preemptions] == ["large"], "small gives too little"
     first, second = running("first", 2, age_s=9), running("second", 2)
-    anew = QueueState(workers=2, since=NOW - 1).document
+    anew = QueueState(workers=2, since=NOW - 1)
     retried = replace(first, queue_note=anew)
     found = decide([job("urgent", 2, priority=5)], [retried, second], cluster(4))
     assert [each.job.name for each in found.preemptions] == ["first"], "it started last"
@@ -399,7 +399,7 @@ def _run(admission: Admission, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
         for start in admission.starts
     }
     begun = [
-        replace(each, status=JobStatus.RUNNING, queue_note=notes[each.id].document)
+        replace(each, status=JobStatus.RUNNING, queue_note=notes[each.id])
         for each in jobs
         if each.id in notes
     ]
@@ -469,7 +469,7 @@ def test_every_job_that_fits_the_cluster_starts_in_the_end(
         begun, waiting = _run(admission, waiting)
         for each in admission.preemptions:
             gone, _ = held.pop(each.job.id)
-            waiting.append(replace(gone, status=JobStatus.QUEUED, queue_note=None))
+            waiting.append(replace(gone, status=JobStatus.QUEUED, queue_note=QueueState()))
         held |= {each.id: (each, turn + life) for each in begun}
         held = {name: entry for name, entry in held.items() if entry[1] > turn}
         left -= {each.id for each in begun}

@@ -79,7 +79,7 @@ def test_ends_at_nobodys_cost_are_counted_from_attempt_to_attempt(house: House) 
     for num_free, reason in ((1, "host_lost"), (2, "no_room"), (None, "driver_lost")):
         report(house, job, reason)
         house.poll()
-        assert QueueState.of(house.store.get_job(job.id)).num_free == num_free
+        assert house.store.get_job(job.id).queue_note.num_free == num_free
         house.poll(2, every_s=400)
 
 
@@ -127,7 +127,7 @@ def test_a_job_leaves_hosts_to_come_to_the_one_that_they_were_given_to(house: Ho
     elastic = submit(house, {"min": 2, "max": 8})
     house.poll()
     job = house.store.get_job(elastic.id)
-    house.store.update_job(replace(job, queue_note=QueueState(workers=2).document))
+    house.store.update_job(replace(job, queue_note=QueueState(workers=2)))
     other = submit(house, 4)
     house.poll()
     assert house.status(other) is JobStatus.STARTING

@@ -124,7 +124,7 @@ def _build(settings: Settings, variant: Variant, seed: int) -> _Trainee:
     groups = build_groups(layout, torch.device("cpu"), timeout_s=_GROUP_TIMEOUT_S)
     model, _ = build_parallel_model(spec, groups)
     set_start(model, settings, seed)
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    optimizers = Optimizers(model, spec)
     sync = build_sync(model, spec)
 
     def begin_step(step: int) -> None:

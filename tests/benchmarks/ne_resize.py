@@ -128,7 +128,7 @@ class SimulatedGroup:
         groups = build_groups(Layout(NUM_GROUPS, 1, "inter_host"), device, _SEED_TIMEOUT_S)
         self.model, _ = build_parallel_model(spec, groups)
         set_start(self.model, settings, seed)
-        self.optimizers = Optimizers(self.model, spec.optimizer, spec.moment_scale)
+        self.optimizers = Optimizers(self.model, spec)
         self._numbers = RowNumbers(self.model.table_shards(), device)
         self._group = WorldReplicaGroup(groups.replica_group)
 

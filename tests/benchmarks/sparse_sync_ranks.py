@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 
 from tests.benchmarks.workload import Workload, clicks_spec, zipf_batches
-from tests.harness.small_model import take_step
+from tests.harness.small_model import build_trained, take_step, with_sync
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
 from trainer.parallel.collectives import ReplicaCollectives, WorldReplicaGroup
 from trainer.parallel.mesh import build_groups
-from trainer.parallel.optimizer import Optimizers
-from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import Sync, SyncReport, build_sync
 from trainer.parallel.touched_rows import unite
 
@@ -46,8 +44,7 @@ class Training:
         layout = Layout(workload.world_size, workload.shard_group_size, "intra_host")
         self.spec = clicks_spec(workload, "sparse-sync", planner={"bandwidths": "default"})
         self.groups = build_groups(layout, torch.device("cpu"), timeout_s=120, host="host")
-        self.model, _ = build_parallel_model(self.spec, self.groups)
-        self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
+        self.model, self.optimizers = build_trained(self.spec, self.groups)
         self._batches: Iterator[Batch] = cycle(
             zipf_batches(workload, self.groups.rank, NUM_BATCHES)
         )
@@ -59,12 +56,7 @@ class Training:
 
     def sync(self, **changes: Any) -> Sync:
         """A sync by the default policy but for `changes`."""
-        parallelism = self.spec.parallelism
-        sync = parallelism.sync.model_copy(update=changes)
-        spec = self.spec.model_copy(
-            update={"parallelism": parallelism.model_copy(update={"sync": sync})}
-        )
-        return build_sync(self.model, spec)
+        return build_sync(self.model, with_sync(self.spec, **changes))
 
     def stock_sync(self) -> SyncReport:
         """What DMPCollection.sync does: all-reduce AVG of all weights, then of all states."""

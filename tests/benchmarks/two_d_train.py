@@ -77,7 +77,7 @@ class TwoDTrainer:
         self._spec = spec
         groups = build_groups(layout_of(spec), device, _COLLECTIVE_TIMEOUT_S, host=site.host)
         self._model, _ = build_parallel_model(spec, groups)
-        self._optimizers = Optimizers(self._model, spec.optimizer, spec.moment_scale)
+        self._optimizers = Optimizers(self._model, spec)
         self._pipeline = StepPipeline(self._model, PhaseTimes(HostClock()))
         self._pipeline.is_ahead = is_ahead
         dense_at_sync = spec.parallelism.dense_policy == "at_sync"

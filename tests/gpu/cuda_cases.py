@@ -69,7 +69,7 @@ def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
     for each in (module, twin):
         each.head.to(groups.device)  # the tables stay on the meta device until they are sharded
     ours, stock = _build_both(module, twin, spec, groups)
-    optimizers = Optimizers(ours, spec.optimizer, spec.moment_scale)
+    optimizers = Optimizers(ours, spec)
     stock_dense = torch.optim.SGD([stock.module.head.weight], DENSE_LR)
     sync = build_sync(ours, spec)
     gaps = []
@@ -98,7 +98,7 @@ def compare_pipelined(case: Case, precision: DensePrecision) -> list[dict[str, f
     rank, is_cuda = groups.rank, groups.device.type == "cuda"
     batches = [make_batch(step, rank, case.batch_size) for step in range(1, case.num_steps + 1)]
     ours, plain = (build_parallel_model(spec, groups)[0] for _ in range(2))
-    both = [(m, Optimizers(m, spec.optimizer, spec.moment_scale)) for m in (ours, plain)]
+    both = [(m, Optimizers(m, spec)) for m in (ours, plain)]
     with torch.no_grad():
         for theirs, mine in zip(*(_tensors(m.state_dict()) for m in (plain, ours)), strict=True):
             theirs.copy_(mine)
@@ -156,7 +156,7 @@ def compare_cached(case: Case, sync_spec: SyncSpec) -> list[dict[str, float]]:
         parallelism = spec.parallelism.model_copy(update={"planner": planner, "sync": sync_spec})
         of_kind = spec.model_copy(update={"parallelism": parallelism})
         model, _ = build_parallel_model(of_kind, groups)
-        optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+        optimizers = Optimizers(model, spec)
         runs.append((model, optimizers, build_sync(model, of_kind)))
     (flat, *_), (cached, *_) = runs
     with torch.no_grad():
@@ -197,10 +197,10 @@ def _build_both(
 ) -> tuple[TwoDParallel, DMPCollection]:
     """Both wrappers with the same plan, fused optimizer and starting weights."""
     fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
-    table_sharders = sharders(spec, fused_params)
+    table_sharders = sharders(spec)
     plan = make_plan(module, spec, groups, table_sharders)
     stock = _dmp_collection(twin, plan, fused_params, groups)
-    ours = TwoDParallel(module, groups, plan, table_sharders)
+    ours = TwoDParallel(module, groups, plan, table_sharders, spec)
     with torch.no_grad():
         pairs = zip(_tensors(ours.state_dict()), _tensors(stock.state_dict()), strict=True)
         for mine, theirs in pairs:

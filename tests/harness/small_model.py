@@ -128,6 +128,13 @@ def spec_of(case: Case) -> JobSpec:
     return dlrm_spec(tables, features, optimizer, parallelism, batch_size=case.batch_size)
 
 
+def with_sync(spec: JobSpec, **changes: Any) -> JobSpec:
+    """The spec with `changes` to its sync."""
+    sync = spec.parallelism.sync.model_copy(update=changes)
+    parallelism = spec.parallelism.model_copy(update={"sync": sync})
+    return spec.model_copy(update={"parallelism": parallelism})
+
+
 def fused_kernel(
     table_rows: Sequence[int], dims: Sequence[int] | None = None, **options: Any
 ) -> FusedKernel:
@@ -215,8 +222,7 @@ def dense_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def build_trained(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, Optimizers]:
     """The sharded model of a job and its optimizers, before the first step. Collective."""
     model, _ = build_parallel_model(spec, groups)
-    clip_norm = spec.training.clip_norm
-    return model, Optimizers(model, spec.optimizer, spec.moment_scale, clip_norm)
+    return model, Optimizers(model, spec)
 
 
 def take_step(

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.models.sparse import SparseArch
-from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import Bandwidths, PlanError, group_plan_of, plan_group
 from trainer.parallel.sharding import sharders
 from trainer.spec.job import JobSpec
@@ -66,7 +65,7 @@ def group_plan(
         plan = plan_group(
             model or tables_of(spec),
             spec,
-            sharders(spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)),
+            sharders(spec),
             size,
             topology.ranks_per_host,
             topology.device,

@@ -35,7 +35,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ from torchrec.distributed.types import (
 from trainer.parallel.mesh import MeshGroups, form_node_groups
 from trainer.parallel.planner import place_plan, uses_node_groups
 from trainer.parallel.row_store import FlatRows, RowStore, weight_rows
-from trainer.spec.training import DensePrecision
+from trainer.spec.job import JobSpec
 
 
 class DenseDataParallelWrapper(DefaultDataParallelWrapper):
@@ -270,13 +270,13 @@ class TwoDParallel(DistributedModelParallel):
         groups: MeshGroups,
         plan: ShardingPlan,
         sharders: list[ModuleSharder[nn.Module]],
-        dense: Literal["every_step", "at_sync"] = "every_step",
-        precision: DensePrecision = "fp32",
-        accumulates: bool = False,
+        spec: JobSpec,
     ) -> None:
         self.groups = groups
         self.group_plan = plan
-        self._is_bf16 = precision == "bf16"
+        self._is_bf16 = spec.training.dense_precision == "bf16"
+        accumulates = spec.training.accumulate_steps > 1
+        at_sync = spec.parallelism.dense_policy == "at_sync"
         if uses_node_groups(plan):
             # TorchRec keeps one pair for the whole process and forms it, if there is none, from
             # rank arithmetic that only holds when ranks are numbered host by host.
@@ -289,7 +289,7 @@ class TwoDParallel(DistributedModelParallel):
             sharders=sharders,
             data_parallel_wrapper=DenseDataParallelWrapper(
                 groups,
-                groups.sharding_group if dense == "at_sync" else groups.global_group,
+                groups.sharding_group if at_sync else groups.global_group,
                 static_graph=not accumulates,
                 find_unused_parameters=accumulates,
             ),
@@ -307,7 +307,7 @@ class TwoDParallel(DistributedModelParallel):
         """Whether a forward and backward pass in the block averages the dense part's gradients.
 
         Where not they add up on each rank, until a pass averages them all; a model that does that
-        was built to (`accumulates`). Those of data-parallel tables are averaged in each.
+        was built to. Those of data-parallel tables are averaged in each.
         """
         wrapped = self._dmp_wrapped_module
         if is_on or not isinstance(wrapped, DistributedDataParallel):

@@ -42,12 +42,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from trainer.parallel.collectives import Part
 from trainer.parallel.model import TwoDParallel, as_real, stored_buffers
-from trainer.spec.training import (
-    DenseOptimizerSpec,
-    OptimizerSpec,
-    ScheduleSpec,
-    SparseOptimizerSpec,
-)
+from trainer.spec.job import JobSpec
+from trainer.spec.training import DenseOptimizerSpec, ScheduleSpec, SparseOptimizerSpec
 
 Gradients = Sequence[torch.Tensor]
 _FUSED_OPTIMIZERS = {
@@ -167,7 +163,9 @@ class DataParallelTables(KeyedOptimizer):
             p: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for p in parameters.values()
         }
-        self._inner = _whole_table_optimizer(self._updated.values(), spec, moment_scale)
+        root = math.sqrt(moment_scale)
+        kind = _WHOLE_TABLE_OPTIMIZERS[spec.name]
+        self._inner = kind(self._updated.values(), lr=spec.lr * root, eps=spec.eps * root)
         state: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for p in self._updated}
         if spec.has_state:
             for parameter, updated in self._updated.items():
@@ -175,8 +173,7 @@ class DataParallelTables(KeyedOptimizer):
                 moment = self._inner.state[updated]["sum"]
                 view = moment.view(-1) if spec.is_state_by_row else moment
                 state[parameter][f"{names[id(parameter)]}.momentum1"] = view
-        lr = self._inner.param_groups[0]["lr"]
-        self._group: dict[str, Any] = {"params": list(self._updated), "lr": lr}
+        self._group: dict[str, Any] = {"params": list(self._updated), "lr": spec.lr * root}
         self.gradient_scale = 1.0
         super().__init__(parameters, state, [self._group])
 
@@ -199,14 +196,6 @@ class DataParallelTables(KeyedOptimizer):
             updated.grad = None
 
 
-def _whole_table_optimizer(
-    parameters: Iterable[nn.Parameter], spec: SparseOptimizerSpec, moment_scale: float
-) -> torch.optim.Optimizer:
-    root = math.sqrt(moment_scale)
-    kind = _WHOLE_TABLE_OPTIMIZERS[spec.name]
-    return kind(parameters, lr=spec.lr * root, eps=spec.eps * root)
-
-
 class Optimizers:
     """Everything that changes a model's parameters, driven together.
 
@@ -219,15 +208,10 @@ class Optimizers:
     of their mean: the dense part is whole on every rank, so its norm is the true one everywhere.
     """
 
-    def __init__(
-        self,
-        model: TwoDParallel,
-        spec: OptimizerSpec,
-        moment_scale: float,
-        clip_norm: float | None = None,
-    ) -> None:
+    def __init__(self, model: TwoDParallel, job: JobSpec) -> None:
+        spec, moment_scale = job.optimizer, job.moment_scale
         self._spec = spec
-        self._clip_norm = clip_norm
+        self._clip_norm = job.training.clip_norm
         self._gradient_norm: torch.Tensor | None = None
         self.is_accumulating = False
         """Whether gradients are held that the dense part has not learned from yet."""
@@ -362,7 +346,8 @@ class Optimizers:
         """The norm that was clipped last, if any; the highest of groups that train apart."""
         if self._gradient_norm is not None:
             norm = self._gradient_norm.double().reshape(1)
-            yield Part(norm[:0], _gradient_norm, peaks=norm)
+            name = "optimizer/gradient_norm"
+            yield Part(norm[:0], lambda _, peaks: {name: peaks.item()}, peaks=norm)
 
     @torch.no_grad()
     def rescale_moments(self, factor: float) -> None:
@@ -414,10 +399,6 @@ def _scale_gradients(parameters: Iterable[torch.Tensor], scale: float) -> None:
     gradients = [p.grad for p in parameters if p.grad is not None] if scale != 1 else []
     if gradients:
         torch._foreach_mul_(gradients, scale)
-
-
-def _gradient_norm(_: torch.Tensor, peaks: torch.Tensor) -> dict[str, float]:
-    return {"optimizer/gradient_norm": peaks.item()}
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -80,20 +80,10 @@ def build_parallel_model(
         _check_compiler(groups.device)
     torch.manual_seed(spec.training.seed)
     model = build_model(spec, groups.device)
-    table_sharders = sharders(
-        spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
-    )
+    table_sharders = sharders(spec)
     plan = make_plan(model, spec, groups, table_sharders, cluster)
     torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
-    parallel = TwoDParallel(
-        model,
-        groups,
-        plan,
-        table_sharders,
-        spec.parallelism.dense_policy,
-        spec.training.dense_precision,
-        accumulates=spec.training.accumulate_steps > 1,
-    )
+    parallel = TwoDParallel(model, groups, plan, table_sharders, spec)
     if spec.training.dense_compile:
         compile_networks(parallel.module)
     return parallel, table_plans(plan, spec)
@@ -120,13 +110,13 @@ def _check_compiler(device: torch.device) -> None:
     )
 
 
-def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
+def sharders(spec: JobSpec) -> list[ModuleSharder[nn.Module]]:
     """Sharders of every embedding module that a model may hold.
 
-    `fused_params` are FBGEMM's, the optimizer of the tables among them. Tables in host memory are
-    pinned there: managed memory would move to the GPU by pages.
+    Tables in host memory are pinned there: managed memory would move to the GPU by pages.
     """
-    fused_params = fused_params | {"uvm_host_mapped": True}
+    fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+    fused_params["uvm_host_mapped"] = True
     codecs = _codecs(spec.parallelism.all_to_all)
     bags = BagSharder(fused_params, codecs)
     lists = SequenceSharder(fused_params, codecs)
@@ -169,8 +159,6 @@ class GroupShardedBags(ShardedEmbeddingBagCollection):
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
-    """Sharder of pooled tables."""
-
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Sharding types that train exactly, whatever the device."""
         return list(get_args(ShardingTypeName))
@@ -183,7 +171,6 @@ class BagSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> GroupShardedBags:
-        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
         return GroupShardedBags(
             module=module,
             table_name_to_parameter_sharding=params,
@@ -196,10 +183,7 @@ class BagSharder(EmbeddingBagCollectionSharder):
 
 
 class SequenceSharder(EmbeddingCollectionSharder):
-    """Sharder of tables whose vectors stay apart."""
-
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that train exactly, whatever the device."""
         return list(SEQUENCE_SHARDING_TYPES)
 
 
@@ -273,21 +257,16 @@ class _DynamicSharder:
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> Any:
-        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
         sharder: Any = self
         on = device or torch.device("cuda")
         return self.sharded_type(module, params, sharder._e_sharder, sharder._mc_sharder, env, on)
 
 
 class DynamicBagSharder(_DynamicSharder, ManagedCollisionEmbeddingBagCollectionSharder):
-    """Sharder of dynamic tables of pooled features."""
-
     sharded_type = ShardedDynamicBags
 
 
 class DynamicListSharder(_DynamicSharder, ManagedCollisionEmbeddingCollectionSharder):
-    """Sharder of dynamic tables of sequences."""
-
     sharded_type = ShardedDynamicLists
 
 

@@ -133,9 +133,7 @@ class Session:
         self._reader_process = ReaderProcess(pin=True) if groups.device.type == "cuda" else None
         self._cluster = Cluster(**config.cluster) if config.cluster is not None else None
         self.model, self.table_plans = build_parallel_model(spec, groups, self._cluster)
-        self.optimizers = Optimizers(
-            self.model, spec.optimizer, spec.moment_scale, spec.training.clip_norm
-        )
+        self.optimizers = Optimizers(self.model, spec)
         self._open_data()
         files = RunDir(config.run_dir).attempt(config.attempt_id)
         is_first = groups.rank == 0

@@ -93,7 +93,7 @@ def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
     assert {p.name: (p.sharding_type,) for p in plans} == dict(
         zip((table.name for table in spec.embedding_tables), wanted, strict=True)
     )
-    return model, Optimizers(model, spec.optimizer, spec.moment_scale)
+    return model, Optimizers(model, spec)
 
 
 def train(model: TwoDParallel, optimizers: Optimizers, spec: JobSpec, steps: Iterable[int]) -> None:

@@ -23,7 +23,7 @@ from torchrec.types import DataType
 from tests.harness.small_model import dlrm_spec, form_groups, random_ids
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
+from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.planner import PlanError, make_plan, measure_bandwidths, table_plans
 from trainer.parallel.sharding import sharders
 from trainer.parallel.sync import build_sync
@@ -243,19 +243,17 @@ def start(case: ShardingCase) -> dict[str, Any]:
 
 def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:
     spec, groups = case.spec, form_groups(case)
-    fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
-    table_sharders = sharders(spec, fused_params)
+    table_sharders = sharders(spec)
     module = Lookups(case)
     plan = make_plan(module, spec, groups, table_sharders)
-    model = TwoDParallel(module, groups, plan, table_sharders, spec.parallelism.dense_policy)
-    return model, plan
+    return TwoDParallel(module, groups, plan, table_sharders, spec), plan
 
 
 def _train(case: ShardingCase) -> dict[str, Any]:
     spec = case.spec
     model, plan = _build(case)
     _set_tables(model)
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    optimizers = Optimizers(model, spec)
     with_dense = case.dense == "at_sync"
     sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=with_dense))
     for step in range(1, case.num_steps + 1):

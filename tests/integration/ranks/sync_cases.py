@@ -21,9 +21,11 @@ from tests.harness.small_model import (
     random_ids,
     rank_device,
     take_step,
+    with_sync,
 )
 from tests.harness.wait import scaled
 from trainer.checkpoint import save_load
+from trainer.checkpoint.state_dict import load_state, state_to_save
 from trainer.data.batches import Batch
 from trainer.layout.layout import Layout
 from trainer.parallel.mesh import build_groups
@@ -209,11 +211,7 @@ class Training:
 
     def build_sync(self, **changes: Any) -> Sync:
         """The case's sync, with `changes` to its spec."""
-        parallelism = self.spec.parallelism
-        sync = parallelism.sync.model_copy(update=changes)
-        spec = self.spec.model_copy(
-            update={"parallelism": parallelism.model_copy(update={"sync": sync})}
-        )
+        spec = with_sync(self.spec, **changes)
         return build_sync(self.model, spec, extra=self.extra, warn=self.warnings.append)
 
     def train(self, num_steps: int = 1) -> None:
@@ -239,13 +237,6 @@ class Training:
     def whole_states(self) -> list[torch.Tensor]:
         """The optimizer state of what is averaged whole."""
         return self.extra()[1]
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint stores of the model."""
-        return {
-            "model": self.model.state_dict(),
-            "optim": self.optimizers.combined.state_dict(),
-        }
 
     def extra(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What is averaged whole: the data-parallel tables."""
@@ -324,15 +315,13 @@ def check_resharded(before: SyncCase, after: SyncCase, folder: Path) -> tuple[fl
     sync = training.build_sync()
     training.train(3)
     sync.flush()
-    save_load.save(folder, training.state())
+    state = state_to_save(training.model, training.optimizers.combined)
+    save_load.save(folder, state, save_load.SharePlanner(training.groups))
     sync.close()
     resumed = Training(after)
     touched, full = resumed.build_sync(full_above=1.0), resumed.build_sync(mode="full")
     resumed.train()  # what was touched before the load is forgotten
-    state = resumed.state()
-    save_load.load(folder, state)
-    resumed.model.load_state_dict(state["model"])
-    resumed.optimizers.combined.load_state_dict(state["optim"])
+    load_state(folder, resumed.model, resumed.optimizers.combined)
     touched.reset()
     resumed.assert_copies_equal([*resumed.weights(), *resumed.moments()])
     clean = touched().density

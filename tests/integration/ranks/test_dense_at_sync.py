@@ -22,12 +22,13 @@ from tests.harness.small_model import (
     make_batch,
     spec_of,
     take_step,
+    with_sync,
 )
 from trainer.models.networks import PairwiseInteraction, build_model
 from trainer.parallel import model as models
 from trainer.parallel.divergence import DivergenceGuard
 from trainer.parallel.model import TwoDParallel, share_buffers
-from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
+from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.planner import make_plan
 from trainer.parallel.sharding import sharders
 from trainer.parallel.sync import build_sync
@@ -36,20 +37,22 @@ from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import DivergenceCheckSpec
 
 
-def _spec(case: Case, optimizer: str, precision: str = "fp32", **table_types: str) -> JobSpec:
+def _spec(
+    case: Case, optimizer: str, dense: str = "at_sync", precision: str = "fp32", **types: str
+) -> JobSpec:
     document = spec_of(case).model_dump(mode="json")
     document["training"]["dense_precision"] = precision
-    document["parallelism"]["dense"] = "at_sync"
+    document["parallelism"]["dense"] = dense
     document["optimizer"]["dense"] = {"name": optimizer, "lr": 0.05}
     for table in document["embedding_tables"]:
-        if table["name"] in table_types:
-            table["constraints"]["sharding_types"] = [table_types[table["name"]]]
+        if table["name"] in types:
+            table["constraints"]["sharding_types"] = [types[table["name"]]]
     return validate_spec(document)
 
 
 def _train_one_group_after_the_other(case: Case, precision: str) -> dict[str, Any]:
     """Group 1 begins only when group 0 has trained: any collective across them would hang."""
-    spec = _spec(case, "adam", precision, genres="data_parallel")
+    spec = _spec(case, "adam", precision=precision, genres="data_parallel")
     model, optimizers = build_trained(spec, form_groups(case))
     sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
     assert model.data_parallel_tables()
@@ -93,7 +96,7 @@ def _from_another_seed(
 ) -> tuple[TwoDParallel, JobSpec]:
     """A model with parameters of its `own`, which starts from this rank's seed."""
     groups = form_groups(case)
-    spec = _spec(case, optimizer)
+    spec = _spec(case, optimizer, dense)
     torch.manual_seed(groups.rank)
     network = build_model(spec, groups.device)
     counts = torch.full((3, 1), float(groups.rank)).expand(3, 2)
@@ -102,9 +105,9 @@ def _from_another_seed(
         network.register_parameter(name, torch.nn.Parameter(value))
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(not is_frozen or "embedding" in name)
-    table_sharders = sharders(spec, fused_optimizer_params(spec.optimizer.sparse, 1.0))
+    table_sharders = sharders(spec)
     plan = make_plan(network, spec, groups, table_sharders)
-    return TwoDParallel(network, groups, plan, table_sharders, dense), spec
+    return TwoDParallel(network, groups, plan, table_sharders, spec), spec
 
 
 def _start_from_another_seed(case: Case) -> dict[str, torch.Tensor]:
@@ -131,7 +134,7 @@ def _sync_transposed(case: Case) -> tuple[torch.Tensor, torch.Tensor, float]:
     """
     turned = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
     model, spec = _from_another_seed(case, turned=turned)
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    optimizers = Optimizers(model, spec)
     sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
     parameter = model.module.turned
     state = optimizers.dense.state[parameter]
@@ -160,7 +163,7 @@ def _sync_complex(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """
     model, spec = _from_another_seed(case, optimizer="adagrad", phase=torch.ones(3, dtype=dtype))
     model.module.register_buffer("turn", torch.ones(2, dtype=dtype))
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    optimizers = Optimizers(model, spec)
     sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=True))
     check = DivergenceCheckSpec(every_syncs=1, action="rebroadcast")
     guard = DivergenceGuard(model, check, optimizers.combined, compare_state=True)
@@ -178,12 +181,9 @@ def _sync_complex(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     return {"synced": synced, "found": found, "repaired": moment.clone(), "shared": turn.clone()}
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_parameters_and_buffers_are_averaged_and_compared_by_their_parts(
-    dtype: torch.dtype,
-) -> None:
-    ranks = run_ranks(_sync_complex, 2, Case(2, 1), dtype)
-    for result in ranks:
+def test_complex_parameters_and_buffers_are_averaged_and_compared_by_their_parts() -> None:
+    dtype = torch.complex64
+    for result in run_ranks(_sync_complex, 2, Case(2, 1), dtype):
         for found, start, size in zip(result["synced"], (1, 0, 1), (3, 3, 2), strict=True):
             assert torch.equal(found, torch.full((size,), start + 0.5j, dtype=dtype))
         ((name, ranks_that_differ),) = [(each.table, each.ranks) for each in result["found"]]
@@ -216,14 +216,9 @@ def _sync_under_two_names(case: Case) -> float:
     norm = torch.nn.BatchNorm1d(1)
     model.module.norm, model.module.layers = norm, torch.nn.Sequential(norm)
     model.module.register_buffer("mean", norm.running_mean)
-    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
-    overlapped = spec.parallelism.sync.model_copy(update={"overlap": True})
-    parallelism = spec.parallelism.model_copy(update={"sync": overlapped})
-    sync = build_sync(
-        model,
-        spec.model_copy(update={"parallelism": parallelism}),
-        extra=lambda: optimizers.synced_whole(dense=True),
-    )
+    optimizers = Optimizers(model, spec)
+    overlapped = with_sync(spec, overlap=True)
+    sync = build_sync(model, overlapped, extra=lambda: optimizers.synced_whole(dense=True))
     norm.running_mean.fill_(model.groups.rank)
     sync()
     norm.running_mean += 10

@@ -61,17 +61,10 @@ def train(model: TwoDParallel, optimizers: Optimizers, steps: range) -> None:
         take_step(model, optimizers, batch, step, NUM_STEPS)
 
 
-def plain_values(value: Any) -> dict[str, torch.Tensor]:
-    """Copies of every tensor of a state dict by its path; of sharded ones, this rank's shard."""
-    if isinstance(value, dict):
-        return {
-            f"{key}/{path}": tensor
-            for key, inner in value.items()
-            for path, tensor in plain_values(inner).items()
-        }
-    if not isinstance(value, torch.Tensor):
-        return {}
-    return {str(index): held.detach().clone() for index, held in enumerate(held_tensors(value))}
+def plain_values(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of a model's tensors by name; of sharded ones, this rank's shard."""
+    values = ((name, held_tensors(value)) for name, value in state_dict.items())
+    return {name: held.detach().clone() for name, (held,) in values}
 
 
 def held_tensors(value: Any) -> list[torch.Tensor]:
@@ -93,8 +86,7 @@ class PlainTraining:
         self.share = share
         self.model = build_model(spec, torch.device("cpu"))
         self.model.network.sparse_arch.to_empty(device="cpu")
-        weights = plain_values(start.state_dict())
-        self.model.load_state_dict({path.removesuffix("/0"): w for path, w in weights.items()})
+        self.model.load_state_dict(plain_values(start.state_dict()))
         self.tables = {
             name.split(".")[-2]: parameter
             for name, parameter in self.model.named_parameters()
@@ -251,7 +243,7 @@ def begin(name: str) -> dict[str, Any]:
     spec = validate_spec(document)
     model, _ = build_parallel_model(spec, form_groups(case))
     before = dense_parameters(model)
-    dense = Optimizers(model, spec.optimizer, spec.moment_scale).dense
+    dense = Optimizers(model, spec).dense
     return {
         "before": before,
         "after": dense_parameters(model),

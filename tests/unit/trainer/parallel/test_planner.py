@@ -23,7 +23,6 @@ from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.parallel import planner
 from trainer.parallel.group_planner import group_plan, tables_of
 from trainer.parallel.mesh import ranks_per_host, replicas_per_level
-from trainer.parallel.optimizer import fused_optimizer_params
 from trainer.parallel.planner import (
     Bandwidths,
     PlanError,
@@ -298,9 +297,8 @@ def test_independent_groups_plan_alike_whatever_one_of_them_would_measure() -> N
             patch.object(planner, "least_memory_bytes", lambda _: (8 * GB, 8 * GB)),
             patch.object(planner.dist, "broadcast_object_list"),
         ):
-            params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
             cluster = cpu_cluster(2, 8 * GB)
-            plan = make_plan(tables_of(spec), spec, groups, sharders(spec, params), cluster)
+            plan = make_plan(tables_of(spec), spec, groups, sharders(spec), cluster)
         return [table.sharding_type for table in table_plans(plan, spec)]
 
     fast_memory, fast_links = Bandwidths(4e7, 1e6), Bandwidths(1e7, 4e6)

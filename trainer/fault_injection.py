@@ -82,7 +82,7 @@ def arm(
 @cache
 def wrap() -> None:
     """Let what is armed, now or later, befall this process as it trains; for good."""
-    step_of = resolve_name("trainer.checkpoint.files:step_of")
+    place_of = resolve_name("trainer.checkpoint.files:place_of")
     at = {"step": 0, "exchange": -1, "apply": -1}  # -1: not now
 
     def begin_backward(_weighting: Any, loss: torch.Tensor, _weigh: Any) -> None:
@@ -107,7 +107,7 @@ def wrap() -> None:
         "parallel.sync:PendingSync.land": lambda _: inject("apply", at["apply"]),
         "elastic.peer_copy:LiveCopy.next_chunk": lambda *_: inject("join", 0),
         "checkpoint.remote_io:FileSystemWriter.write_data": lambda writer, *_: inject(
-            "checkpoint", step_of(writer.path.name)
+            "checkpoint", place_of(writer.path.name)[0]
         ),
     }
     for method, begin in begins.items():

@@ -286,16 +286,10 @@ def folder_name(step: int, run_label: str) -> str:
     return f"step-{step:08d}-{run_label}"
 
 
-def step_of(name: str) -> int:
-    """The step in a name that `folder_name` gave, also of a damaged checkpoint; 0 in others."""
-    found = re.match(r"step-(\d+)", name)
-    return int(found[1]) if found else 0
-
-
-def _line_of(name: str) -> tuple[int, int]:
-    """(attempt, run in it) that wrote the checkpoint with this name; (0, 0) where it tells none."""
-    found = re.match(r"step-\d+-a(\d+)-r(\d+)", name)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def place_of(name: str) -> tuple[int, ...]:
+    """(step, attempt, run in it) in a name that `folder_name` gave; 0 for what it does not tell."""
+    found = re.match(r"step-(\d+)(?:-a(\d+)-r(\d+))?", name)
+    return tuple(int(each or 0) for each in found.groups()) if found else (0, 0, 0)
 
 
 def list_committed(
@@ -314,7 +308,7 @@ def list_committed(
         if not is_ignored(folder.name) and (commit := read_commit(folder)) is not None
     ]
     return sorted(
-        found, key=lambda each: (_line_of(each.path.name), each.commit.step, each.commit.time)
+        found, key=lambda each: (place_of(each.path.name)[1:], each.commit.step, each.commit.time)
     )
 
 

@@ -33,10 +33,10 @@ from trainer.checkpoint.files import (
     checkpoints_of,
     folder_name,
     list_committed,
+    place_of,
     remove_folder,
     remove_uncommitted,
     set_aside,
-    step_of,
     superseded_in,
 )
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, SharePlanner, Staging
@@ -326,7 +326,7 @@ class CheckpointManager:
         except FAULTS as error:
             logger.warning("checkpoint %s could not be %s: %s", folder.name, done, error)
             return
-        step = step_of(folder.name)
+        step, *_ = place_of(folder.name)
         self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
 
     def newest(self) -> CommittedCheckpoint | None:

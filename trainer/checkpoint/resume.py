@@ -74,10 +74,20 @@ def restore(
     followed by the next. Collective over all ranks.
     """
     group = checkpoints.group
-    restored = _load_first(
-        checkpoints.newest,
-        lambda found: _load(spec, found, row_order, model, optimizers, group),
-    )
+
+    def load(found: CommittedCheckpoint) -> Restored:
+        state = resumed_state(found.commit, row_order)
+        load_state(found.path, model, optimizers.combined, group=group)
+        _rescale_moments(spec, optimizers, found)
+        return Restored(
+            origin=found.path.name,
+            message=f"resumed from {found.path.name} at step {state.step}",
+            state=state,
+            metrics=dict(found.commit.metrics),
+            meters=load_packed(found.path, METERS, group),
+        )
+
+    restored = _load_first(checkpoints.newest, load)
     if restored is not None:
         return restored
     warm = warm_start(spec, model, optimizers, checkpoints.runs_dir, group)
@@ -117,26 +127,6 @@ def _load_first(
                 raise
             logger.warning("checkpoint %s was removed while it was read", read.path.name)
     return None
-
-
-def _load(
-    spec: JobSpec,
-    found: CommittedCheckpoint,
-    row_order: RowOrder,
-    model: TwoDParallel,
-    optimizers: Optimizers,
-    group: dist.ProcessGroup,
-) -> Restored:
-    state = resumed_state(found.commit, row_order)
-    load_state(found.path, model, optimizers.combined, group=group)
-    _rescale_moments(spec, optimizers, found)
-    return Restored(
-        origin=found.path.name,
-        message=f"resumed from {found.path.name} at step {state.step}",
-        state=state,
-        metrics=dict(found.commit.metrics),
-        meters=load_packed(found.path, METERS, group),
-    )
 
 
 def warm_start(

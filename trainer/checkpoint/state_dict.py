@@ -42,7 +42,7 @@ from trainer.checkpoint.files import Folder
 from trainer.checkpoint.remote_io import reader_for
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, CheckpointRefused
 from trainer.parallel.model import TwoDParallel
-from trainer.parallel.sharding import misfits, reload, settle
+from trainer.parallel.sharding import ids_by_table, misfits, settle
 from trainer.spec.training import WarmStartSpec
 
 METERS = "meters"
@@ -133,7 +133,10 @@ def load_state(
     if part is not None:
         state = {key: value for key, value in state.items() if _is_in(part, key, tables)}
         moments = [each for each in moments if _is_in(part, each.key, tables)]
-    sizes = {key: size for key, size in _stored(folder, group).items() if size is not None}
+    try:
+        sizes = save_load.of_first(lambda: stored_sizes(folder), group)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder.name} could not be read: {error}") from error
     state = dict(_without_unused(state, sizes))
     _raise_mismatch(folder, _problems(state, moments, sizes, tables))
     tensors = _MomentTensors(model.groups.device_mesh)
@@ -144,7 +147,8 @@ def load_state(
             each.values.copy_(moments_of(each.columns, stored))
     model.drop_caches()
     _raise_mismatch(folder, misfits(model))
-    reload(model)
+    for _, ids in ids_by_table(model):
+        ids.reload()
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -259,8 +263,8 @@ def _without_unused(
             yield key, value
 
 
-def stored_sizes(folder: Folder) -> dict[str, torch.Size | None]:
-    """Size of each tensor in a checkpoint, None for other objects.
+def stored_sizes(folder: Folder) -> dict[str, torch.Size]:
+    """Size of each tensor in a checkpoint.
 
     Raises `CheckpointRefused`, OSError or a `DataError`.
     """
@@ -268,18 +272,7 @@ def stored_sizes(folder: Folder) -> dict[str, torch.Size | None]:
         stored = reader_for(folder).read_metadata().state_dict_metadata
     except pickle.UnpicklingError as error:
         raise CheckpointRefused(str(error)) from error
-    return {
-        key: each.size if isinstance(each, TensorStorageMetadata) else None
-        for key, each in stored.items()
-    }
-
-
-def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.Size | None]:
-    """`stored_sizes` of what rank 0 reads, or its `CheckpointError`, on every rank. Collective."""
-    try:
-        return save_load.of_first(lambda: stored_sizes(folder), group)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder.name} could not be read: {error}") from error
+    return {k: each.size for k, each in stored.items() if isinstance(each, TensorStorageMetadata)}
 
 
 def _problems(
@@ -287,27 +280,16 @@ def _problems(
     moments: Sequence[RowMoments],
     sizes: Mapping[str, torch.Size],
     tables: Collection[str],
-) -> list[str]:
+) -> Iterator[str]:
     """What keeps `state` and `moments` from being loaded out of tensors of `sizes`, in words."""
     there = {table for key in sizes if (table := name_in_table_place(key))}
     missing = {table for key in state if (table := table_of(key, tables))} - there
-    problems = [f"it has no table {table}" for table in sorted(missing)]
+    yield from (f"it has no table {table}" for table in sorted(missing))
     if missing:
-        problems.append(f"its tables are {', '.join(sorted(there)) or 'none'}")
-    present = {key: value for key, value in state.items() if table_of(key, tables) not in missing}
-    present_moments = [each for each in moments if table_of(each.key, tables) not in missing]
-    return [
-        *problems,
-        *_misfits(present, sizes, tables),
-        *_moment_misfits(present_moments, sizes, tables),
-    ]
-
-
-def _misfits(
-    state: Mapping[str, Any], sizes: Mapping[str, torch.Size], tables: Collection[str]
-) -> Iterator[str]:
-    """What keeps `state` from being loaded out of tensors of `sizes`, in words."""
+        yield f"its tables are {', '.join(sorted(there)) or 'none'}"
     for key, value in state.items():
+        if table_of(key, tables) in missing:
+            continue
         if key not in sizes:
             yield f"it has no {_describe(key, tables)}"
         elif sizes[key] != value.size():
@@ -316,11 +298,9 @@ def _misfits(
                 f"{list(value.size())} in this job"
             )
 
-
-def _moment_misfits(
-    moments: Iterable[RowMoments], sizes: Mapping[str, torch.Size], tables: Collection[str]
-) -> Iterator[str]:
     for each in moments:
+        if table_of(each.key, tables) in missing:
+            continue
         stored = stored_columns(each.key, each.whole, sizes)
         found = {sizes[moment_key(each.key, columns, each.whole)] for columns in stored}
         num_shared = sum(_num_shared(each.columns, columns) for columns in stored)
@@ -365,7 +345,7 @@ def _describe(key: str, tables: Collection[str]) -> str:
     return f"optimizer state of table {table}" if key.startswith(_TABLE_STATE) else f"table {table}"
 
 
-def _raise_mismatch(folder: Folder, problems: Sequence[str]) -> None:
+def _raise_mismatch(folder: Folder, problems: Iterable[str]) -> None:
     """Raise `CheckpointError` on every rank when any has `problems`. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(problems))

@@ -147,7 +147,7 @@ def stored_weights(folder: Folder) -> dict[str, tuple[int, ...]]:
     return {
         key.removeprefix(_WEIGHTS): tuple(size)
         for key, size in stored_sizes(folder).items()
-        if key.startswith(_WEIGHTS) and size is not None
+        if key.startswith(_WEIGHTS)
     }
 
 

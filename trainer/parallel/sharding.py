@@ -296,13 +296,6 @@ def misfits(model: nn.Module) -> list[str]:
     ]
 
 
-def reload(model: nn.Module) -> None:
-    """Take the ids of every dynamic table as they are: after they were loaded."""
-    for each in model.modules():
-        if isinstance(each, BucketedIds):
-            each.reload()
-
-
 def report_parts(model: nn.Module) -> Iterator[Part]:
     """How full each dynamic table is, and what happened since the last report, by metric name.
 

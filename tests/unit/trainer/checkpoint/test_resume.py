@@ -136,18 +136,14 @@ def test_a_warm_start_from_data_with_other_vocabularies_warns(
     assert restored(today, tables=("users",)).level == "info", "they were chosen"
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
 def test_moments_that_are_loaded_become_as_large_as_those_of_the_replicas_that_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_warm: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, optimizers = CommittedCheckpoint(tmp_path, commit(0, 50, moment_scale=2.0)), Mock()
     monkeypatch.setattr(resume, "load_state", optimizers.load)
     monkeypatch.setattr(resume, "load_packed", lambda *_: {})
-    monkeypatch.setattr(resume, "find_source", lambda *_: found)
-    warm: Any = SimpleNamespace(path=str(tmp_path), tables=None)
-    spec: Any = SimpleNamespace(moment_scale=6.0, checkpoint=SimpleNamespace(warm_start=warm))
-    newest = None if is_warm else found
-    checkpoints: Any = SimpleNamespace(newest=lambda: newest, group=None, runs_dir=tmp_path)
+    spec: Any = SimpleNamespace(moment_scale=6.0)
+    checkpoints: Any = SimpleNamespace(newest=lambda: found, group=None)
     resume.restore(spec, checkpoints, WRITTEN, Mock(), optimizers)
     assert [name for name, *_ in optimizers.mock_calls] == ["load", "rescale_moments"]
     optimizers.rescale_moments.assert_called_once_with(3.0)

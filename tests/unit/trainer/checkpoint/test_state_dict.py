@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.checkpoint.state_dict import (
+    _problems,
     moment_key,
     moments_of,
     stored_columns,
@@ -54,6 +55,13 @@ def test_the_names_in_a_checkpoint_tell_the_ranges_and_whole_rows_keep_the_plain
     keys = {moment_key("users.momentum1", columns, whole) for columns in ranges}
     others = {"users.momentum10", "users.momentum1.columns_x", "more.users.momentum1.columns_0_4"}
     assert stored_columns("users.momentum1", whole, keys | others) == ranges
+
+
+def test_a_table_of_another_size_is_named() -> None:
+    key = "model.network.embedding_bags.movies.weight"
+    stored = {key: torch.Size([53, 16])}
+    (problem,) = _problems({key: torch.empty(54, 16)}, [], stored, {"movies"})
+    assert problem == "table movies is [53, 16] in the checkpoint and [54, 16] in this job"
 
 
 @pytest.mark.parametrize(

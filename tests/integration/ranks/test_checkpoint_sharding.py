@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from tests.harness.ranks import run_in_turn
-from tests.harness.small_model import TABLE_ROWS
 from tests.integration.ranks.checkpoint_cases import (
     Sharding,
     load,
     train_and_save,
     whole_tables,
-    why_not,
 )
 
 ROWS = Sharding(4, 2, ("row_wise",))
@@ -65,20 +63,3 @@ def test_every_sharding_loads_what_any_other_saved(
             loaded = next(results)
             _check_loaded(saved, loaded)
             torch.testing.assert_close(loaded[0]["dense"], original[0]["dense"], atol=0, rtol=0)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_other_tables_or_optimizers_is_refused_on_every_rank(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "checkpoint"
-    _, other_rows, other_optimizer = run_in_turn(
-        4,
-        (train_and_save, FOUR_COLUMNS, folder),
-        (why_not, MIXED, folder, {**TABLE_ROWS, "movies": 54}),
-        (why_not, replace(MIXED, optimizer="adagrad"), folder),
-    )
-    assert len(set(other_rows)) == len(set(other_optimizer)) == 1
-    assert "table movies is [53, 16] in the checkpoint and [54, 16] in this job" in other_rows[0]
-    assert "it has no optimizer state of table users" in other_optimizer[0]
-    assert "sharding, workers and placement may differ" in other_rows[0]

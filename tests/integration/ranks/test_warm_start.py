@@ -143,6 +143,7 @@ def test_what_is_missing_is_named_with_what_there_is(tmp_path: Path) -> None:
     assert f"it has no table films; its tables are {tables}" in renamed[0]
     assert "checkpoint.warm_start.tables" in renamed[0]
     assert "optimizer state of table" in other_optimizer[0]
+    assert "sharding, workers and placement may differ" in other_optimizer[0]
     assert "there is no folder" in nowhere[0]
     assert "holds no checkpoint that is whole" in empty[0]
     for messages in (renamed, other_optimizer, nowhere, empty):

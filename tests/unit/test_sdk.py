@@ -78,9 +78,3 @@ def test_a_file_with_a_faulty_spec_is_refused_before_anything_is_sent(
     with pytest.raises(shardloom.SpecError, match=r"parallelism\.workers"):
         shardloom.submit(path)
     assert service.received == []
-
-
-@pytest.mark.parametrize("path", sorted((REPO / "examples").glob("*.yaml")), ids=lambda p: p.stem)
-def test_a_typed_spec_survives_json(path: Path) -> None:
-    spec = shardloom.load_spec(path.read_text())
-    assert shardloom.JobSpec.model_validate(spec.model_dump(mode="json")) == spec

@@ -154,13 +154,6 @@ def test_ctrl_c_detaches_and_the_job_goes_on(shardloom, spec_file):
     shardloom("cancel", job)
 
 
-def test_another_stack_on_the_same_port_is_refused(shardloom, tmp_path):
-    done = Shell(tmp_path / "other-home", shardloom.port)("up", "--detach")
-    assert done.exit_code == 3
-    assert f"port {shardloom.port} is in use" in done.stderr
-    assert f"--port {shardloom.port + 1}" in done.stderr
-
-
 def test_a_service_without_access_control_says_so_and_stops_with_ctrl_c(tmp_path):
     shardloom = Shell(tmp_path / "home", free_port())
     with shardloom.start("up", "--no-auth") as stack:

@@ -413,19 +413,13 @@ def test_ps_passes_every_filter_on(service: FakeService) -> None:
 # ---- progress
 
 
-@pytest.fixture
-def halfway(api: Api) -> str:
-    """A running job at step 50 of 200."""
+def test_list_and_detail_tell_percent_rows_and_time_left(api: Api) -> None:
     job_id = api.start()
     told = batch(workers_started(), progress(50, total_steps=200))
     assert api.post_events(f"{job_id}-a0", told).status_code == 200
-    return job_id
-
-
-def test_list_and_detail_tell_percent_rows_and_time_left(api: Api, halfway: str) -> None:
     wanted = {"percent": 25.0, "rows": 3200, "rows_per_s": 640.0, "eta_s": 15.0, "step": 50}
     [listed] = api.http.get("/v1/jobs").json()["items"]
-    for found in (listed, api.http.get(f"/v1/jobs/{halfway}").json()):
+    for found in (listed, api.http.get(f"/v1/jobs/{job_id}").json()):
         assert wanted.items() <= found["progress"].items()
 
 

@@ -403,26 +403,20 @@ def test_events_are_read_until_a_page_is_empty():
     assert [request.url.params["after"] for request in script.requests] == ["0", "2", "3"]
 
 
-def test_a_stream_ends_with_its_end_event():
-    stream = sse(sse_event(1), sse_event(2)[:20], sse_event(2)[20:], END)
-    script = Script(ok(job_body()), stream)
-    assert [event.id for event in script.client().follow_events("ratings")] == [1, 2]
-    assert script.requests[1].headers["accept"] == "text/event-stream"
-    assert "Last-Event-ID" not in script.requests[1].headers
-
-
 def test_a_broken_stream_goes_on_after_the_last_event():
     away = [*[httpx.ConnectError("restarting")] * 20, httpx.Response(503)]
     script = Script(
         *away,
         ok(job_body(id="job-1")),
-        sse(sse_event(1), sse_event(2), sse_event(3)[:20]),
+        sse(sse_event(1)[:20], sse_event(1)[20:], sse_event(2), sse_event(3)[:20]),
         *away,
         sse(sse_event(3), END),
     )
     found = [event.id for event in script.client(num_retries=2).follow_events("ratings")]
     assert found == [1, 2, 3]
-    last = script.requests[-1]
+    first, last = script.requests[len(away) + 1], script.requests[-1]
+    assert first.headers["accept"] == "text/event-stream"
+    assert "Last-Event-ID" not in first.headers
     assert (last.url.path, last.headers["Last-Event-ID"]) == ("/v1/jobs/job-1/events", "2")
 
 

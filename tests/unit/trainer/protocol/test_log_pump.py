@@ -14,11 +14,6 @@ from trainer.protocol.log_pump import Part, append, parts_of
 from trainer.protocol.run_dir import AttemptDir
 
 
-def _whole(log: Path) -> bytes:
-    piece = read_at(log, 0, 1 << 30)
-    return piece.data if piece else b""
-
-
 def test_of_a_log_that_grew_too_long_beginning_and_end_stay(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     lines = [f"line {number:04d}\n".encode() for number in range(1000)]
@@ -28,13 +23,6 @@ def test_of_a_log_that_grew_too_long_beginning_and_end_stay(tmp_path: Path) -> N
     assert tail_offset(log, 0) == 10_000
     assert log.read_bytes().startswith(b"line 0000\n")
     assert parts_of(log)[-1][1].read_bytes().endswith(b"line 0999\n")
-
-
-def test_a_process_that_starts_again_goes_on_where_the_log_was(tmp_path: Path) -> None:
-    log = tmp_path / "rank-0.log"
-    for number in range(50):
-        append(log, 4000, f"life {number}\n".encode() * 10)
-    assert _whole(log) == b"".join(f"life {number}\n".encode() * 10 for number in range(50))
 
 
 def test_writers_list_the_folder_only_as_parts_end_and_go_on_where_another_began_one(

@@ -31,13 +31,6 @@ from trainer.protocol.code_archive import check, id_of
 from trainer.protocol.run_dir import RunDir
 
 
-@pytest.fixture
-def traced(service: FakeService) -> FakeService:
-    """A service whose job has written the traces of ranks 0 and 1."""
-    service.traces = [trace_body(0), trace_body(1)]
-    return service
-
-
 def test_trace_asks_and_prints_the_id_for_scripts(service: FakeService) -> None:
     result = shardloom("trace", "ratings", "--steps", "5", "--rank", "0", "--rank", "1")
     assert (result.exit_code, result.stdout) == (0, "t-0000c0de\n")
@@ -49,11 +42,12 @@ def test_trace_asks_and_prints_the_id_for_scripts(service: FakeService) -> None:
 
 
 def test_trace_out_saves_the_files_once_they_are_written(
-    traced: FakeService, tmp_path: Path
+    service: FakeService, tmp_path: Path
 ) -> None:
+    service.traces = [trace_body(0), trace_body(1)]
     result = shardloom("trace", "ratings", "--out", str(tmp_path / "traces"))
     # A newer job may get the name meanwhile.
-    assert {r.url.path.split("/")[3] for r in traced.requests[1:]} == {"job-0000000000ab"}
+    assert {r.url.path.split("/")[3] for r in service.requests[1:]} == {"job-0000000000ab"}
     saved = sorted((tmp_path / "traces").iterdir())
     assert result.stdout.split() == [str(path) for path in saved]
     assert [path.read_bytes() for path in saved] == [b"\x1f\x8b"] * 2
@@ -274,17 +268,12 @@ def spec_file(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    path = tmp_path / "mine" / "towers.py"
-    path.parent.mkdir()
-    path.write_text("class Towers: ...\n")
-    return str(path.parent)
-
-
 def test_the_code_is_uploaded_before_the_job_that_names_it(
-    service: FakeService, spec_file: str, folder: str, monkeypatch: pytest.MonkeyPatch
+    service: FakeService, spec_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "towers.py").write_text("class Towers: ...\n")
     monkeypatch.setattr(stack, "ensure_running", lambda: None)
     service.states = [job_body(status="SUCCEEDED", reason="completed", ended_at=1100.0)]
     assert shardloom("submit", spec_file).exit_code == 0
@@ -292,7 +281,7 @@ def test_the_code_is_uploaded_before_the_job_that_names_it(
     assert "code" not in service.submitted.pop()["model"]
     for command in ("submit", "run"):
         service.requests.clear()
-        result = shardloom(command, spec_file, "--code", folder, "--force")
+        result = shardloom(command, spec_file, "--code", str(folder), "--force")
         assert result.exit_code == 0, result.output
         assert [r.url.params.get("force") for r in service.requests][:2] == [None, "true"]
         archive = service.uploads.pop()

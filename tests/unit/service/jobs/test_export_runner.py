@@ -111,32 +111,21 @@ def test_a_process_that_dies_leaves_a_failed_export(api: Api, job_id: str, runni
     assert (folder.root / "export.log").read_text() == "boom\n"
 
 
+# systemd ends all processes of a unit: this one before the service itself.
+@pytest.mark.parametrize("then", ["time.sleep(600)", "os.kill(os.getpid(), signal.SIGTERM)"])
 def test_a_service_that_is_restarted_goes_on_with_what_is_not_done(
-    api: Api, job_id: str, running: Start
+    api: Api, job_id: str, running: Start, then: str
 ) -> None:
     folder = wanted(api, job_id)
     started = folder.root / "started"
-    hang = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(600)"
-    runner = running(Script(hang))
+    touch = f"pathlib.Path({str(started)!r}).touch()"
+    runner = running(Script(f"import os, pathlib, signal, time; {touch}; {then}"))
     wait_for(started.exists, "the process")
     runner.close()
     assert folder.status == "queued"
     running(Script("import sys; assert sys.argv[1:4] == ['-m', 'trainer.export', '--request']"))
     wait_until_failed(folder)
     assert "code 0" in folder.message
-
-
-def test_an_export_whose_host_stops_is_made_by_the_next_service(
-    api: Api, job_id: str, running: Start
-) -> None:
-    folder = wanted(api, job_id)
-    started = folder.root / "started"
-    # As of systemd, which ends all processes of a unit: this one before the service itself.
-    end = f"pathlib.Path({str(started)!r}).touch(); os.kill(os.getpid(), signal.SIGTERM)"
-    runner = running(Script(f"import os, pathlib, signal; {end}"))
-    wait_for(started.exists, "the process")
-    runner.close()
-    assert folder.status == "queued"
 
 
 def test_only_what_a_service_asked_for_is_made(

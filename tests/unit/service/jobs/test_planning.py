@@ -268,11 +268,6 @@ def test_a_plan_is_for_the_services_own_cluster_unless_one_is_described(
     assert (found["room"], found["cluster"]["hbm_bytes"]) == ([4] * 3, GIB)
 
 
-def test_there_is_no_plan_for_a_cluster_of_no_hosts(api: Api) -> None:
-    problem = problem_in(asked(api, None), 422, "no_plan")
-    assert "no host of the cluster has room" in problem["detail"]
-
-
 def test_what_jobs_measured_on_the_cluster_calibrates_its_next_plan(
     api: Api, planning: Callable[[str], Script]
 ) -> None:
@@ -463,17 +458,3 @@ def test_plan_shows_the_grid_memory_and_candidates(
     assert json.loads(shardloom("plan", "job.yaml", "--json").stdout)["plans"] is None
     refused = shardloom("plan", "job.yaml", "--cluster", "8xH100-80GB, hbm_bytes=0")
     assert refused.exit_code == 2 and "hbm_bytes is 0" in refused.stderr
-
-
-@pytest.mark.usefixtures("client")
-def test_submit_is_forced_by_an_option(
-    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    api.backend.set_hosts(HostFacts("a", 4, 0, 4 * GIB))
-    large = [{"name": "users", "num_embeddings": 2 * 10**8, "embedding_dim": 8}]
-    Path("job.yaml").write_text(yaml.safe_dump(spec_document(embedding_tables=large)))
-    refused = shardloom("submit", "job.yaml")
-    assert refused.exit_code == 2 and "What would do" in refused.stderr
-    forced = shardloom("submit", "job.yaml", "--force")
-    assert forced.exit_code == 0, forced.output

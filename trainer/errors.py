@@ -69,10 +69,6 @@ class BadValueError(DataError):
         super().__init__(f"{path}, {place}, column '{column}': {self.problem}{mend}")
 
 
-class TableTooSmallError(DataError):
-    """The data holds more ids than a table has rows."""
-
-
 class TooFewRowsError(DataError):
     """Nothing is left to train or validate on."""
 

@@ -217,7 +217,6 @@ class Location:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is on a disk of this machine."""
         return not self.root
 
     @property
@@ -339,32 +338,14 @@ class Location:
 
         self.retried("written", write)
 
-    def download(self, target: Path) -> None:
-        """Copy the file to a local path, whose folder must exist.
-
-        Raises OSError where `target` cannot be written.
-        """
-        with target.open("wb") as file:
-            for chunk in self._chunks():
-                file.write(chunk)
-
     def size_and_sha256(self) -> tuple[int, str]:
         """Size of the file in bytes, and its SHA-256 in hexadecimal digits."""
         size_bytes, digest = 0, hashlib.sha256()
-        for chunk in self._chunks():
-            digest.update(chunk)
-            size_bytes += len(chunk)
+        with self.errors_as("read"), self.open_input() as source:
+            while chunk := source.read(_COPY_CHUNK_BYTES):
+                digest.update(chunk)
+                size_bytes += len(chunk)
         return size_bytes, digest.hexdigest()
-
-    def _chunks(self) -> Iterator[bytes]:
-        """The file in large pieces: of a remote one each is a request."""
-        with self.open_input() as source:
-            while True:
-                with self.errors_as("read"):
-                    chunk = source.read(_COPY_CHUNK_BYTES)
-                if not chunk:
-                    return
-                yield chunk
 
     def upload(self, source: Path) -> None:
         """Copy a local file here; a failed copy is deleted.

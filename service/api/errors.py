@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,7 +17,7 @@ from starlette.exceptions import HTTPException
 from service.errors import InvalidRequest, ServiceError
 from service.observability.logging_setup import request_id
 from service.schemas.common import Problem
-from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.base import SpecError, request_problems
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +62,7 @@ def _on_spec_error(request: Request, error: SpecError) -> ProblemResponse:
 
 
 def _on_invalid_request(request: Request, error: RequestValidationError) -> ProblemResponse:
-    faults = [
-        FieldProblem(_path(fault), fault["type"], fault["msg"].removeprefix("Value error, "))
-        for fault in error.errors()
-    ]
-    return answer_error(request, InvalidRequest(faults))
-
-
-def _path(fault: dict[str, Any]) -> str:
-    # The first part says where the field was (body, query, path, header), not what it is called.
-    where, *parts = fault["loc"]
-    if fault["type"] == "json_invalid":
-        return str(where)
-    # A field below the one that was checked, as `trainer.spec.base.problem` names it.
-    parts += filter(None, [fault.get("ctx", {}).get("at")])
-    text = ""
-    for part in parts:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text or str(where)
+    return answer_error(request, InvalidRequest(request_problems(error.errors())))
 
 
 def _on_http_error(request: Request, error: HTTPException) -> ProblemResponse:

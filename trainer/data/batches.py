@@ -303,7 +303,6 @@ class TrainBatches(_ReadAhead[Step]):
         process: ReaderProcess | None = None,
         on_slow_read: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start reading ahead from `position`."""
         super().__init__(source, spec, rank, world_size, process=process, on_slow_read=on_slow_read)
         self._steps = steps_from(position, self.shape, spec.training.epochs)
         self._read_ahead()

@@ -113,7 +113,6 @@ def layout_of(spec: JobSpec) -> RowLayout:
 
 
 def _label_columns(spec: JobSpec, index: int) -> LabelColumns:
-    """Columns of the label of task number `index`."""
     task = spec.model.tasks[index]
     label = task.label or spec.data.label
     path = f"model.tasks[{index}].label" if task.label else "data.label"
@@ -334,20 +333,18 @@ def _id_lists(columns: _Columns, column: InputColumn) -> IdLists:
     return found if column.max_length is None else found.last(column.max_length)
 
 
+@dataclass
 class _Columns:
     """Columns of one part of a table as numpy, each checked on the way.
 
-    What is bad raises, or its row is marked and a harmless value takes its place.
+    What is bad raises, or its row is marked and a harmless value takes its place. The first row of
+    `part` is number `start` of its table.
     """
 
-    def __init__(
-        self, part: pa.RecordBatch, start: int, locate: Locate, marks: FaultMarks | None
-    ) -> None:
-        """The first row of `part` is number `start` of its table."""
-        self._part = part
-        self._start = start
-        self._locate = locate
-        self._marks = marks
+    part: pa.RecordBatch
+    start: int
+    locate: Locate
+    marks: FaultMarks | None
 
     def refuse(
         self,
@@ -447,7 +444,7 @@ class _Columns:
 
     def _array(self, column: InputColumn, *, may_be_null: bool = False) -> pa.Array:
         """A whole column; null only where it may be. A list that is null is an empty one."""
-        array = self._part.column(column.name)
+        array = self.part.column(column.name)
         if not array.null_count or may_be_null:
             return array
         if column.is_list:
@@ -462,11 +459,11 @@ class _Columns:
         self, rows: IntArray, column: InputColumn, value: object, wanted: str, short: str = ""
     ) -> None:
         """Mark `rows` as bad, or raise for the first of them, which holds `value`."""
-        if self._marks is None:
-            path, row_in_file = self._locate(self._start + int(rows[0]))
+        if self.marks is None:
+            path, row_in_file = self.locate(self.start + int(rows[0]))
             place = f"row {row_in_file}"
             raise BadValueError(path, place, column.name, value, wanted, column.mend)
-        self._marks.add(self._start + rows, f"column '{column.name}' is not {short or wanted}")
+        self.marks.add(self.start + rows, f"column '{column.name}' is not {short or wanted}")
 
 
 def _owners(offsets: IntArray | None, positions: IntArray) -> IntArray:

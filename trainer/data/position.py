@@ -137,7 +137,6 @@ class BatchShape:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that cover every row once."""
         return self.steps_for(self.num_rows)
 
     def steps_for(self, num_rows: int) -> int:
@@ -314,7 +313,6 @@ class SkippedRows(BaseModel, extra="forbid", frozen=True):
         return SkippedRows(epochs=tuple((n, rows.spans) for n, rows in sorted(together.items())))
 
     def write(self, path: Path) -> None:
-        """Store it; the file appears whole. Raises OSError."""
         write_whole(path, self.model_dump_json().encode())
 
 

@@ -64,7 +64,6 @@ class FlatModel(nn.Module):
         self._keys = BatchKeys(spec)
 
     def forward(self, dense: torch.Tensor, *arrays: torch.Tensor) -> torch.Tensor:
-        """Outputs [B, K]."""
         rest, keys = list(arrays), self._keys
         sparse = _take(rest, keys.pooled, keys.is_weighted)
         sequences = _take(rest, keys.sequences, keys.has_weighted_sequences)

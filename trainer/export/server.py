@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,7 @@ from starlette.exceptions import HTTPException
 
 from trainer.export.artifact import BadRow, ExportError
 from trainer.export.predict import Predictor
-from trainer.spec.base import FieldProblem
+from trainer.spec.base import FieldProblem, request_problems
 
 logger = logging.getLogger(__name__)
 MAX_ROWS = 4096
@@ -95,8 +96,6 @@ class Problem(BaseModel):
 
 
 class ScorerMetrics:
-    """What `/metrics` shows."""
-
     def __init__(self, served: Served) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
@@ -202,10 +201,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        faults = [
-            FieldProblem(_path_of(fault["loc"]), fault["type"], fault["msg"])
-            for fault in error.errors()
-        ]
+        faults = request_problems(error.errors())
         detail = "; ".join(f"{fault.path}: {fault.message}" for fault in faults)
         return _refuse(422, "invalid_request", detail, faults)
 
@@ -214,27 +210,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _refuse(error.status_code, "http_error", str(error.detail))
 
 
-def _path_of(location: tuple[int | str, ...]) -> str:
-    """`rows[3].x` from ("body", "rows", 3, "x")."""
-    # A number right behind "body" is where the JSON breaks off.
-    named = [] if len(location) == 2 and isinstance(location[1], int) else location[1:]
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in named]
-    return "".join(parts).removeprefix(".") or "body"
-
-
-_TITLES = {
-    404: "Not found",
-    405: "Method not allowed",
-    411: "Length required",
-    413: "Too large",
-    500: "Scoring failed",
-}
-
-
 def _refuse(
     status: int, code: str, detail: str, fields: list[FieldProblem] | None = None
 ) -> Response:
-    title = _TITLES.get(status, "Rows cannot be scored" if status == 422 else "Refused")
+    title = HTTPStatus(status).phrase
     problem = Problem(title=title, status=status, code=code, detail=detail, fields=fields or [])
     # A name in the request may hold half a character, which UTF-8 has no bytes for.
     text = json.dumps(problem.model_dump(), ensure_ascii=True)

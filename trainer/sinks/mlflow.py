@@ -87,7 +87,6 @@ class MlflowSink:
 
 
 def _name(text: str) -> str:
-    """A name that MLflow takes."""
     return _REFUSED.sub("_", text[:_MAX_NAME_CHARS])
 
 

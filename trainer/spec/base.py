@@ -40,6 +40,30 @@ class FieldProblem:
     message: str
 
 
+def field_path(parts: Iterable[int | str]) -> str:
+    """`rows[3].x` of "rows", 3 and "x"."""
+    named = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return "".join(named).removeprefix(".")
+
+
+def request_problems(errors: Iterable[Any]) -> list[FieldProblem]:
+    """FastAPI's errors about a request as problems."""
+    return [
+        FieldProblem(_request_path(each), each["type"], each["msg"].removeprefix("Value error, "))
+        for each in errors
+    ]
+
+
+def _request_path(error: Any) -> str:
+    # The first part says where the field was (body, query, path, header), not what it is called.
+    where, *parts = error["loc"]
+    if error["type"] == "json_invalid":
+        return str(where)
+    # A field below the one that was checked, as `problem` names it.
+    parts += filter(None, [error.get("ctx", {}).get("at")])
+    return field_path(parts) or str(where)
+
+
 class SpecError(ValueError):
     """A spec that cannot be accepted; `problems` lists every fault found."""
 
@@ -65,11 +89,7 @@ def _path(error: Any) -> str:
     above = location[:-1] if error["type"] == "extra_forbidden" else location
     parts = [part for part in above if not (isinstance(part, str) and _UNION_TAG.search(part))]
     parts += location[len(above) :]
-    text = ""
-    for part in parts:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    if at:
-        text = f"{text}.{at}" if text else at
+    text = field_path([*parts, at] if at else parts)
     # An unknown key may hold half a surrogate pair, which no answer could carry.
     return text.encode(errors="replace").decode() or "spec"
 

@@ -176,11 +176,6 @@ class ModelSpec(SpecModel):
         return self
 
     @property
-    def task(self) -> TaskSpec:
-        """The first task, which decides which checkpoint is best."""
-        return self.tasks[0]
-
-    @property
     def watched_metric(self) -> str:
         """Reported name, without `validation/`, of the metric that decides which is best."""
         return self.metric_names[0]

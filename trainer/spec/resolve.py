@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.errors import ManifestError, TableTooSmallError
+from trainer.errors import DataError, ManifestError
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.tables import EmbeddingTableSpec
@@ -75,7 +75,7 @@ def _num_ids(
 def check_sizes(
     spec: JobSpec, vocab_sizes: Mapping[str, int], read_sizes: Mapping[str, int]
 ) -> None:
-    """Raise `TableTooSmallError` for a table with fewer rows than its features make ids."""
+    """Raise `DataError` for a table with fewer rows than its features make ids."""
     rows = {table.name: table.num_ids for table in spec.embedding_tables}
     for index, feature in enumerate(spec.features):
         num_rows = rows[feature.table] if feature.table else None
@@ -85,9 +85,9 @@ def check_sizes(
 
 
 def check_size(feature: FeatureSpec, path: str, num_ids: int, num_rows: int) -> None:
-    """Raise `TableTooSmallError` where a feature, which is at `path`, has more ids than rows."""
+    """Raise `DataError` where a feature, which is at `path`, has more ids than rows."""
     if num_ids > num_rows:
-        raise TableTooSmallError(
+        raise DataError(
             f"{path}.{feature.ids_field}: '{feature.source_column}' has ids 0 to {num_ids - 1}, "
             f"but table '{feature.table}' has {num_rows} rows; set its num_embeddings to 'auto' or "
             f"at least {num_ids}, or hash the feature ({path}.hashing)"

@@ -67,9 +67,10 @@ def test_an_upload_that_fails_leaves_no_manifest_and_is_gone_on_with(
         uploaded.append(self.name)
         upload(self, source)
 
-    with monkeypatch.context() as patch, pytest.raises(StorageError, match="does not answer"):
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="not answer") as raised:
         patch.setattr(Location, "upload", upload_some)
         prepare_movielens(remote_csv, out, options=OPTIONS)
+    assert "run the same command again" in raised.value.__notes__[0]
     assert len(out.list(recursive=True)) == 3
     assert not (out / MANIFEST_NAME).exists()
 

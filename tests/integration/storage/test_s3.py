@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import pickle
 import random
@@ -22,6 +23,7 @@ from trainer.data import reader
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import ParquetSource
 from trainer.data.reader import RowReader, open_source
+from trainer.datasets.io.csv_reader import read_blocks
 from trainer.errors import (
     CorruptFileError,
     SourceMissingError,
@@ -67,16 +69,28 @@ def test_files_come_and_go_unchanged_through_a_store_in_trouble(store, tmp_path,
     folder = Location.parse(store.url(f"trouble-{next(iter(faults))}-{faults.get('seed')}"))
     content = random.Random(1).randbytes(6 * 2**20)
     (tmp_path / "part.bin").write_bytes(content)
+    lines = content[: 2**20].replace(b"\r", b"\n")
+    (tmp_path / "lines.gz").write_bytes(gzip.compress(lines))
     with store.failing(**faults) as seen:
         (folder / "part.bin").upload(tmp_path / "part.bin")
-        (folder / "part.bin").download(tmp_path / "copy.bin")
+        found = (folder / "part.bin").size_and_sha256()
+        (folder / "lines.gz").upload(tmp_path / "lines.gz")
+        assert b"".join(block.lines for block in read_blocks(folder / "lines.gz", 2**16)) == lines
         (folder / "small.json").write_bytes(b"{}")
         assert (folder / "small.json").read_bytes() == b"{}"
-        assert [file.name for file in folder.list()] == ["part.bin", "small.json"]
+        assert [file.name for file in folder.list()] == ["lines.gz", "part.bin", "small.json"]
         folder.delete()
         assert not folder.exists()
-    assert (tmp_path / "copy.bin").read_bytes() == content
+    assert found == Location.parse(tmp_path / "part.bin").size_and_sha256()
     assert "rates" not in faults or sum(seen.counts[fault] for fault in faults["rates"]) > 0
+
+
+def test_a_store_that_is_away_is_not_taken_for_a_damaged_file(store, monkeypatch):
+    file = Location.parse(store.url("lines.gz"))
+    file.write_bytes(gzip.compress(b"line\n" * 1000))
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
+    with store.failing(rates={"503": 1.0}, only="GET .*lines.gz"), pytest.raises(StorageAwayError):
+        list(read_blocks(file, 2**16))
 
 
 def test_a_split_is_read_unchanged_through_a_store_in_trouble(store, uploaded, small_movielens):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import pickle
-from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
@@ -117,15 +116,6 @@ def test_urls_that_mean_nothing_are_refused():
     }.items():
         with pytest.raises(StorageError, match=message):
             Location.parse(url)
-
-
-def test_a_copy_that_cannot_be_written_is_no_fault_of_what_is_read(tmp_path):
-    (tmp_path / "source").write_bytes(b"content")
-    source = Location.parse(tmp_path / "source")
-    source.download(tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == b"content"
-    with pytest.raises(OSError, match="No space left on device"):
-        source.download(Path("/dev/full"))
 
 
 class _SomebodyElseDeletes:

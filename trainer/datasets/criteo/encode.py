@@ -111,7 +111,6 @@ def transform_counts(counts: NDArray, *, keep_sign: bool) -> NDArray[np.float32]
 
 
 def with_dense(rows: pl.DataFrame, *, keep_sign: bool) -> pl.DataFrame:
-    """Rows of `parse_lines` with transformed counts."""
     counts = rows.select(pl.col(DENSE_NAMES).cast(pl.Float64)).to_numpy()
     dense = transform_counts(counts, keep_sign=keep_sign)
     return rows.with_columns(pl.DataFrame(dense, schema=DENSE_NAMES).get_columns())

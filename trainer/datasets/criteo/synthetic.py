@@ -95,7 +95,6 @@ class Teacher:
         return ClickRows(dense, ids, label, probability)
 
     def probability(self, dense: FloatArray, ids: IntArray) -> FloatArray:
-        """Probability [N] of a click."""
         logit = _BIAS + (dense - np.float32(1.5)) @ self._slopes + np.cos(dense) @ self._bends
         total = np.zeros((len(ids), _NUM_FACTORS))
         own = np.zeros(len(ids))

@@ -175,7 +175,6 @@ class CsvColumn:
 
 
 def integer(name: str) -> CsvColumn:
-    """A column of whole numbers from 0 on."""
     return CsvColumn(name, "a whole number", (-1, 2**63 - 1), "a whole number from 0 on")
 
 

@@ -73,7 +73,6 @@ class Journal:
         write_whole(self._path, ("\n".join(lines) + "\n").encode())
 
     def find(self, name: str) -> Part | None:
-        """The part of that name, if it was recorded."""
         return self._parts.get(name)
 
     def part(self, name: str, make: Callable[[Path], Facts | None]) -> Part:

@@ -56,7 +56,6 @@ class MovieFolds:
         self._count, self._total = (each.reshape(-1, _NUM_FOLDS) for each in (count, total))
 
     def dense(self, movie: IntArray, fold: NDArray[np.uint8]) -> dict[str, FloatArray]:
-        """Dense features of some ratings."""
         count = self._count.sum(axis=1)[movie] - self._count[movie, fold]
         total = self._total.sum(axis=1)[movie] - self._total[movie, fold]
         return {

@@ -284,7 +284,7 @@ def test_a_missing_or_ill_typed_column_is_named_by_its_spec_field(
 def test_each_task_has_its_own_column_of_labels_and_names_it(prepared, make_spec):
     def with_task(**task) -> JobSpec:
         spec = make_spec(batch_size=8, shuffle=False)
-        tasks = (spec.model.task, TaskSpec.model_validate(task))
+        tasks = (spec.model.tasks[0], TaskSpec.model_validate(task))
         return spec.model_copy(update={"model": spec.model.model_copy(update={"tasks": tasks})})
 
     year = {"column": "year", "offset_column": "user_mean"}

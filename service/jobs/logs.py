@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Annotated
@@ -44,6 +44,7 @@ _HEAD = re.compile(
 )
 # Of torch and its C++ part: [W1121 10:11:12.131415 File.cpp:7], [rank0]:W1121 10:11:12.131415 ...
 _GLOG = re.compile(r"(?:\[rank\d+\]:)?\[?(?P<letter>[DIWEF])\d{4} \d\d:\d\d:\d\d[.\d]* ")
+LEVELS = logging.getLevelNamesMapping()
 _LETTERS = {"D": "DEBUG", "I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 # Last words of a process: nobody dates them or gives them a level.
 _LAST_WORDS = re.compile(
@@ -53,21 +54,11 @@ _LAST_WORDS = re.compile(
 _TRACEBACK = "Traceback (most recent call last)"
 
 
-class Level(IntEnum):
-    """How much a line matters; the numbers are those of Python's logging."""
-
-    DEBUG = 10
-    INFO = 20
-    WARNING = 30
-    ERROR = 40
-    CRITICAL = 50
-
-
 @dataclass(frozen=True)
 class Head:
-    """Level and time (Unix seconds) of a line, None while no line of its log has said any."""
+    """Level (of `logging`) and time (Unix s) of a line, None while none of its log has said any."""
 
-    level: Level | None = None
+    level: int | None = None
     time: float | None = None
 
 
@@ -88,13 +79,13 @@ def head_of(text: str) -> Head | None:
     """What a line says itself; None for one that only goes on where the last one ended."""
     if match := _HEAD.match(text):
         level = _LETTERS.get(match["level"], match["level"])
-        return Head(Level[level], _time_of(match))
+        return Head(LEVELS[level], _time_of(match))
     if match := _GLOG.match(text):
-        return Head(Level[_LETTERS[match["letter"]]])
+        return Head(LEVELS[_LETTERS[match["letter"]]])
     if _LAST_WORDS.match(text):
-        return Head(Level.CRITICAL)
+        return Head(logging.CRITICAL)
     if text.startswith(_TRACEBACK):
-        return Head(Level.ERROR)
+        return Head(logging.ERROR)
     return None
 
 
@@ -105,7 +96,7 @@ def following(before: Head, text: str) -> Head:
         return before
     if text.startswith(_TRACEBACK) and before.level is not None:
         # Below the line that announced it the traceback is as bad as that line, or worse.
-        return Head(max(before.level, Level.ERROR), before.time)
+        return Head(max(before.level, logging.ERROR), before.time)
     return own if own.time is not None else Head(own.level, before.time)
 
 
@@ -128,7 +119,7 @@ class LogFilter:
     """
 
     ranks: Sequence[int] = ()
-    min_level: Level | None = None
+    min_level: int | None = None
     text: str = ""
     since: float | None = None
     until: float | None = None
@@ -138,7 +129,7 @@ class LogFilter:
 
     def takes(self, head: Head, text: str) -> bool:
         """Whether a line is wanted. A line without a level is as `info`."""
-        if self.min_level is not None and (head.level or Level.INFO) < self.min_level:
+        if self.min_level is not None and (head.level or logging.INFO) < self.min_level:
             return False
         time = -math.inf if head.time is None else head.time
         if self.since is not None and time < self.since:
@@ -360,7 +351,7 @@ class LogPiece:
 
     @property
     def level(self) -> str | None:
-        return self.head.level.name.lower() if self.head.level else None
+        return logging.getLevelName(self.head.level).lower() if self.head.level else None
 
     @property
     def time(self) -> float | None:

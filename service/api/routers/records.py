@@ -12,7 +12,7 @@ from service.api.deps import ContextDep, JobDep, StreamDep, ThreadRoute, downloa
 from service.api.sse import LogFollower, TimelineFollower, stream
 from service.domain.models import Checkpoint, TimelineEvent
 from service.errors import InvalidRequest
-from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_zip, logs_of
+from service.jobs.logs import LEVELS, LogFilter, LogPiece, LogPosition, as_zip, logs_of
 from service.jobs.run_storage import run_dir_of
 from service.schemas.common import Page
 from service.schemas.jobs import (
@@ -53,7 +53,7 @@ def get_filter(
     since: Moment = None,
     until: Moment = None,
 ) -> LogFilter:
-    min_level = Level[level.upper()] if level else None
+    min_level = LEVELS[level.upper()] if level else None
     return LogFilter(tuple(ranks or ()), min_level, q, since, until)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.jobs.logs import Level, LogPiece, LogPosition, list_sources, read_new
+from service.jobs.logs import LogPiece, LogPosition, list_sources, read_new
 from tests.harness.wait import scaled
 from trainer.protocol.run_dir import AttemptDir
 
@@ -53,12 +54,12 @@ def test_everything_is_in_the_log_whatever_ends_the_process(tmp_path: Path, end:
     assert "\n".join(texts) == shown.rstrip("\n")
     if end == "abort":
         assert texts[4] == "Fatal Python error: Aborted"
-        assert {piece.head.level for piece in _lines(files)[4:]} == {Level.CRITICAL}
+        assert {piece.head.level for piece in _lines(files)[4:]} == {logging.CRITICAL}
     if end == "kill":
         assert texts[4:] == ["last"] * 5000
     if end == "raise":
         assert texts[-1] == "RuntimeError: unexpected"
-        assert _lines(files)[-1].head.level is Level.ERROR
+        assert _lines(files)[-1].head.level == logging.ERROR
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import accumulate
+from logging import CRITICAL, ERROR, INFO, WARNING
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from service.errors import InvalidRequest
 from service.jobs import logs
 from service.jobs.logs import (
     Head,
-    Level,
     LogPosition,
     as_zip,
     contains,
@@ -34,27 +34,27 @@ from trainer.protocol.untrusted import list_untrusted
 @pytest.mark.parametrize(
     ("text", "level"),
     [
-        ("[W1121 20:51:59.123456 socket.cpp:7] retrying", Level.WARNING),
-        ("E1121 20:51:59.123456 12 file.cc:9] bad", Level.ERROR),
-        ("[rank0]:W1121 21:41:38.411000 25015 torch/fx/x.py:3] slow", Level.WARNING),
-        ("Fatal Python error: Aborted", Level.CRITICAL),
-        ("*** SIGABRT received at time=1795296551 on cpu 0 ***", Level.CRITICAL),
-        ("terminate called after throwing an instance of 'c10::Error'", Level.CRITICAL),
-        ("Traceback (most recent call last):", Level.ERROR),
+        ("[W1121 20:51:59.123456 socket.cpp:7] retrying", WARNING),
+        ("E1121 20:51:59.123456 12 file.cc:9] bad", ERROR),
+        ("[rank0]:W1121 21:41:38.411000 25015 torch/fx/x.py:3] slow", WARNING),
+        ("Fatal Python error: Aborted", CRITICAL),
+        ("*** SIGABRT received at time=1795296551 on cpu 0 ***", CRITICAL),
+        ("terminate called after throwing an instance of 'c10::Error'", CRITICAL),
+        ("Traceback (most recent call last):", ERROR),
     ],
 )
-def test_lines_without_a_time_may_say_a_level(text: str, level: Level) -> None:
+def test_lines_without_a_time_may_say_a_level(text: str, level: int) -> None:
     assert head_of(text) == Head(level)
 
 
 def test_lines_of_libraries_say_level_and_local_time() -> None:
     ours = head_of("2026-11-21T20:51:59.250Z WARNING trainer.training.worker: slow")
-    assert ours == Head(Level.WARNING, 1795294319.25), "ours in UTC"
+    assert ours == Head(WARNING, 1795294319.25), "ours in UTC"
     for text, level in (
-        ("2026-11-21 21:51:59,250 ERROR x: no", Level.ERROR),
-        ("2026/11/21 21:41:24 INFO mlflow.store: tables", Level.INFO),
-        ("2026-11-21 21:29:02,548\tWARNING worker.py:2038 -- x", Level.WARNING),
-        ("[2026-11-21 21:29:11,863 E 30686 30686] logging.cc:474: y", Level.ERROR),
+        ("2026-11-21 21:51:59,250 ERROR x: no", ERROR),
+        ("2026/11/21 21:41:24 INFO mlflow.store: tables", INFO),
+        ("2026-11-21 21:29:02,548\tWARNING worker.py:2038 -- x", WARNING),
+        ("[2026-11-21 21:29:11,863 E 30686 30686] logging.cc:474: y", ERROR),
     ):
         head = head_of(text)
         assert head is not None, text
@@ -65,7 +65,7 @@ def test_other_lines_say_nothing() -> None:
     for text in ("", "step 5", "  File x", "2026-11-21", "2026-13-99T99:99:99.000Z NOISE x"):
         assert head_of(text) is None
     # A time that no calendar has is none.
-    assert head_of("2026-13-41T20:51:59.000Z INFO x: y") == Head(Level.INFO, None)
+    assert head_of("2026-13-41T20:51:59.000Z INFO x: y") == Head(INFO, None)
 
 
 def test_lines_without_a_head_go_on_from_the_one_before() -> None:
@@ -81,7 +81,7 @@ def test_lines_without_a_head_go_on_from_the_one_before() -> None:
     ]
     heads = list(accumulate(lines, following, initial=Head()))[1:]
     levels = [head.level for head in heads]
-    assert levels == [None, Level.INFO, *[Level.ERROR] * 3, Level.INFO, *[Level.CRITICAL] * 2]
+    assert levels == [None, INFO, *[ERROR] * 3, INFO, *[CRITICAL] * 2]
     times = [head.time for head in heads]
     assert times[0] is None
     assert times[1:5] == [1795294319.0] * 4

@@ -259,7 +259,7 @@ class AuthenticationMiddleware:
         is_form = connection.scope["path"].startswith(("/dashboard/", "/login", "/logout"))
         if principal is not None and principal.kind == "session" and not is_form:
             cookie = connection.cookies.get(SESSION_COOKIE, "")
-            expected = self._security.master.csrf_token(cookie)
+            expected = self._security.master.mac("csrf-tokens", cookie)
             if connection.headers.get(CSRF_HEADER) != expected:
                 raise errors.CsrfRefused
 

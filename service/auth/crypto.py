@@ -26,7 +26,11 @@ from service.settings import Settings
 FILE_NAME = "secret-key"
 ATTEMPT_TOKEN_PREFIX = "sla_"
 _MIN_CHARS = 32
-Sealed = Literal["export-seals", "job-seals"]
+# Codes are what the driver of an attempt exchanges for its token, once; by seals the service
+# recognises what it wrote to run storage.
+Purpose = Literal[
+    "attempt-codes", "attempt-tokens", "csrf-tokens", "export-seals", "job-seals", "ray-tokens"
+]
 
 
 class MasterKeys:
@@ -54,22 +58,15 @@ class MasterKeys:
 
     def attempt_token(self, attempt_id: str) -> str:
         """The bearer token of an attempt's driver, the same whenever it is made."""
-        return f"{ATTEMPT_TOKEN_PREFIX}{attempt_id}.{self._macs('attempt-tokens', attempt_id)[0]}"
+        return f"{ATTEMPT_TOKEN_PREFIX}{attempt_id}.{self.mac('attempt-tokens', attempt_id)}"
 
     def attempt_of(self, token: str) -> str | None:
         """The attempt that a token is for; None if the token is not one of ours."""
         if not token.startswith(ATTEMPT_TOKEN_PREFIX):
             return None
         attempt_id, _, mac = token.removeprefix(ATTEMPT_TOKEN_PREFIX).rpartition(".")
-        is_ours = attempt_id and self._is_mac("attempt-tokens", attempt_id, mac)
+        is_ours = attempt_id and self.is_mac("attempt-tokens", attempt_id, mac)
         return attempt_id if is_ours else None
-
-    def attempt_code(self, attempt_id: str) -> str:
-        """What the driver of an attempt exchanges for its token, once."""
-        return self._macs("attempt-codes", attempt_id)[0]
-
-    def is_attempt_code(self, attempt_id: str, code: str) -> bool:
-        return self._is_mac("attempt-codes", attempt_id, code)
 
     def ray_token(self, attempt_id: str) -> str:
         """The token of the Ray of an attempt that shares it with no other.
@@ -78,26 +75,18 @@ class MasterKeys:
         """
         return self._macs("ray-tokens", attempt_id)[-1]
 
-    def csrf_token(self, session_token: str) -> str:
-        """What a page of a session must send along with whatever changes something."""
-        return self._macs("csrf-tokens", session_token)[0]
-
-    def seal(self, text: str, purpose: Sealed) -> str:
-        """A signature by which the service recognises what it wrote to run storage."""
+    def mac(self, purpose: Purpose, text: str) -> str:
         return self._macs(purpose, text)[0]
 
-    def is_sealed(self, text: str, seal: str, purpose: Sealed) -> bool:
-        """Whether `seal` made a seal of a text, under any of the keys."""
-        return self._is_mac(purpose, text, seal)
+    def is_mac(self, purpose: Purpose, text: str, mac: str) -> bool:
+        """Whether `mac` made this of a text, under any of the keys."""
+        made = self._macs(purpose, text)
+        return any(hmac.compare_digest(each.encode(), mac.encode()) for each in made)
 
-    def _macs(self, purpose: str, text: str) -> list[str]:
+    def _macs(self, purpose: Purpose, text: str) -> list[str]:
         """The MAC of a text under each master, the newest first."""
         keys = [_derive(master, purpose) for master in self._masters]
         return [hmac.new(key, text.encode(), hashlib.sha256).hexdigest() for key in keys]
-
-    def _is_mac(self, purpose: str, text: str, mac: str) -> bool:
-        made = self._macs(purpose, text)
-        return any(hmac.compare_digest(each.encode(), mac.encode()) for each in made)
 
 
 @lru_cache(maxsize=256)

@@ -176,7 +176,6 @@ class Security:
         return cls(keys, master, authenticator, AuditWriter(keys))
 
     def encrypt_secrets(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Secrets by name, as they are stored."""
         return {name: self.master.encrypt(value) for name, value in values.items()}
 
     def read_secrets(self, job_id: str) -> dict[str, str]:

@@ -90,7 +90,7 @@ def _entered(
         SESSION_COOKIE, token, max_age=max_age_s, httponly=True, secure=is_tls, samesite="lax"
     )
     # Scripts of our own pages send it back in a header.
-    csrf_token = context.security.master.csrf_token(token)
+    csrf_token = context.security.master.mac("csrf-tokens", token)
     answer.set_cookie(CSRF_COOKIE, csrf_token, max_age=max_age_s, secure=is_tls, samesite="strict")
     return answer
 
@@ -101,7 +101,7 @@ async def sign_out(request: Request, context: ContextDep) -> Response:
     cookie = request.cookies.get(SESSION_COOKIE, "")
     form = await _form_of(request)
     authenticator = context.security.authenticator
-    if cookie and form.get("csrf") != authenticator.master.csrf_token(cookie):
+    if cookie and form.get("csrf") != authenticator.master.mac("csrf-tokens", cookie):
         raise CsrfRefused
     if cookie:
         await run_in_threadpool(authenticator.sign_out, cookie)

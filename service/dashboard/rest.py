@@ -57,7 +57,7 @@ class Rest:
         headers = {"accept-encoding": "identity", **options.pop("headers", {})}
         if cookie := page.cookies.get(SESSION_COOKIE):
             headers |= {"cookie": f"{SESSION_COOKIE}={cookie}"}
-            headers |= {CSRF_HEADER: self.context.security.master.csrf_token(cookie)}
+            headers |= {CSRF_HEADER: self.context.security.master.mac("csrf-tokens", cookie)}
         remote = (page.client.host, page.client.port) if page.client else ("127.0.0.1", 0)
         transport = httpx.ASGITransport(self._app, raise_app_exceptions=False, client=remote)
         origin = f"{page.url.scheme}://{page.headers['host']}"

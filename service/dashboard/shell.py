@@ -60,7 +60,7 @@ def _account_menu(rest: Rest) -> None:
     ui.label(reader.name.removeprefix("key:")).classes("account-name")
     with ui.element("form").props('method="post" action="/logout"').classes("account-form") as form:
         form.props('onsubmit="sessionStorage.clear()"')  # Drafts of who leaves.
-        token = rest.context.security.master.csrf_token(cookie)
+        token = rest.context.security.master.mac("csrf-tokens", cookie)
         ui.element("input").props(f'type="hidden" name="csrf" value="{token}"')
         with ui.element("button").props('type="submit"').classes("account-button"):
             ui.label("Sign out")

@@ -140,7 +140,7 @@ def request_export(
             raise errors.ExportPending(job.id, each.id)
     with errors.reaching_storage():
         keys = master_keys_of(settings)
-        return ask_for(run_dir, checkpoint, quantize, lambda text: keys.seal(text, "export-seals"))
+        return ask_for(run_dir, checkpoint, quantize, lambda text: keys.mac("export-seals", text))
 
 
 def _no_export_here(job: Job, settings: Settings) -> str:
@@ -167,7 +167,7 @@ def is_sealed(settings: Settings, folder: ExportFolder) -> bool:
     except (FileNotFoundError, NotRegular, ValueError):
         return False  # deleted, or spoilt by the job, since it was listed
     text = wanted.text_of(folder)
-    return master_keys_of(settings).is_sealed(text, wanted.seal, "export-seals")
+    return master_keys_of(settings).is_mac("export-seals", text, wanted.seal)
 
 
 def is_pending(settings: Settings, folder: ExportFolder) -> bool:

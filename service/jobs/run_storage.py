@@ -128,7 +128,7 @@ def _content_of(job: Job, settings: Settings) -> bytes:
         "ended": ended if job.status.is_terminal else None,
         "spec": job.spec.model_dump(mode="json"),
     }
-    document["seal"] = master_keys_of(settings).seal(_text_of(document), "job-seals")
+    document["seal"] = master_keys_of(settings).mac("job-seals", _text_of(document))
     # Not `json`, which indents in Python: this is written for each attempt.
     return to_json(document, indent=2)
 
@@ -146,7 +146,7 @@ def read_jobs(settings: Settings) -> Iterator[tuple[Path, dict[str, Any] | None,
         try:
             document = from_json(read_untrusted(path, runs_dir))
             seal = str(document["seal"]) if "seal" in document else ""
-            is_sealed = keys.is_sealed(_text_of(document), seal, "job-seals")
+            is_sealed = keys.is_mac("job-seals", _text_of(document), seal)
         except (OSError, ValueError, TypeError, AttributeError):
             yield path.parent, None, False
         else:

@@ -62,7 +62,8 @@ def submission_of(
         optional["SHARDLOOM_ATTEMPT_TOKEN"] = _token_of(attempt, settings)
     elif not settings.runs_shared:
         # For one driver to exchange for the token.
-        optional["SHARDLOOM_ATTEMPT_CODE"] = master_keys_of(settings).attempt_code(attempt.id)
+        code = master_keys_of(settings).mac("attempt-codes", attempt.id)
+        optional["SHARDLOOM_ATTEMPT_CODE"] = code
     if not settings.runs_shared:
         optional["SHARDLOOM_RUNS_SHARED"] = "false"
     if most:

@@ -108,7 +108,7 @@ def claim_token(body: ClaimToken, context: ContextDep) -> AttemptToken:
     Whoever may use the cluster can read that: the first claim gets the token, any other is refused.
     """
     keys = context.security.master
-    if context.settings.runs_shared or not keys.is_attempt_code(body.attempt_id, body.code):
+    if context.settings.runs_shared or not keys.is_mac("attempt-codes", body.attempt_id, body.code):
         raise Forbidden("no attempt has this code, or its driver finds its token on run storage")
     attempt = context.store.get_attempt(body.attempt_id)
     if not _is_current(attempt, context):

@@ -1,10 +1,8 @@
-"""The fault injector is silent unless armed, and refuses what it cannot read."""
+"""The fault injector is silent unless armed."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from pydantic import ValidationError
 
 from trainer.fault_injection import FAULTS, PHASES, VARIABLE, Fault, arm, inject, poison
 
@@ -19,9 +17,3 @@ def test_nothing_befalls_a_rank_for_which_no_faults_are_armed() -> None:
         loss = torch.tensor(2.0)
         poison(loss, 5)
         assert not loss.isnan()
-
-
-def test_faults_that_cannot_be_read_are_refused() -> None:
-    for text in ("not json", "{}", '[{"kind": "flood"}]'):
-        with pytest.raises(ValidationError):
-            arm(0, 0, 0, {VARIABLE: text})

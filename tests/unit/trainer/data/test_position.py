@@ -174,30 +174,16 @@ def test_a_step_may_have_fewer_rows_than_ranks():
 CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 30)), max_size=12)
 
 
-def built(changes) -> tuple[Spans, set[int]]:
+@given(CHANGES, st.integers(0, 30), st.integers(0, 35))
+def test_spans_hold_the_rows_added_and_not_removed_and_gaps_are_the_others(changes, start, stop):
     spans, rows = Spans(), set()
-    for is_in, start, stop in changes:
-        if is_in:
-            spans.add(start, stop)
-            rows |= set(range(start, stop))
-        else:
-            spans.remove(start, stop)
-            rows -= set(range(start, stop))
-    return spans, rows
-
-
-@given(CHANGES)
-def test_spans_hold_the_rows_added_and_not_removed_and_stay_apart(changes):
-    spans, rows = built(changes)
+    for is_in, first, last in changes:
+        (spans.add if is_in else spans.remove)(first, last)
+        (rows.update if is_in else rows.difference_update)(range(first, last))
     assert len(spans) == len(rows)
     assert listed(spans.spans) == sorted(rows)
     bounds = [bound for span in spans.spans for bound in span]
     assert bounds == sorted(set(bounds))
-
-
-@given(CHANGES, st.integers(0, 30), st.integers(0, 35))
-def test_gaps_are_the_missing_rows_in_order(changes, start, stop):
-    spans, rows = built(changes)
     gaps = spans.gaps(start, stop)
     assert listed(gaps) == [row for row in range(start, stop) if row not in rows]
     assert spans.gap(start, stop) == (gaps[0] if gaps else None)

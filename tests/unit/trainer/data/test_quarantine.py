@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.harness.builders import spec_document
@@ -262,9 +262,7 @@ def numbered(folder: Path, batch_size: int) -> JobSpec:
 
 
 @pytest.mark.usefixtures("read_both_ways")
-@settings(
-    max_examples=examples(20, fast=12), suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(20, fast=12))
 @given(
     world_sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     batch_size=st.integers(1, 20),

@@ -67,6 +67,7 @@ def test_bad_data_and_options_exit_with_2_and_a_message_on_stderr(tmp_path):
         (("prepare", "movielens", tmp_path, out, "--validation-fraction", 1.5), "-fraction"),
         (("prepare", "criteo", day, out, "--seed", 2**32), "4294967295"),
         (("prepare", "criteo", day, out, "--max-ids", 2**64), "2147483648"),
+        (("prepare", "criteo", day, out, "--num-hash-buckets", 2**64), "2147483648"),
         (("prepare", "movielens", tmp_path, out, "--unit-rows", 2**64), "2147483648"),
         (("prepare", "criteo", day, "/"), f"/ holds {day}, which is read"),
         (("generate", "movielens", "s3://bucket/out"), "s3://bucket/out is remote"),

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness.service import write_export
 from tests.unit.trainer.export.export_case import make_spec
 from trainer.export.__main__ import main
-from trainer.export.artifact import write_manifest
 from trainer.export.requests import (
     HELD,
     ExportFolder,
@@ -37,13 +37,6 @@ with ExportFolder(pathlib.Path(sys.argv[1])).hold() as is_open:
 """
 
 
-def finish(folder: ExportFolder) -> None:
-    folder.artifact.mkdir()
-    (folder.artifact / "report.json").write_text('{"num_rows": 3}')
-    facts = {"job": "tiny", "checkpoint": "step-7", "step": 7, "quantize": "int8", "versions": {}}
-    write_manifest(folder.artifact, **facts)
-
-
 def test_an_export_is_queued_then_done_or_failed(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     first, second = ask_for(run_dir, "best", "int8"), ask_for(run_dir, "7", "none")
@@ -55,7 +48,7 @@ def test_an_export_is_queued_then_done_or_failed(tmp_path: Path) -> None:
     second.fail("\U0001f525" * 2**16)
     assert second.message.startswith("\U0001f525")
     assert first.read_report() is None
-    finish(first)
+    write_export(first)
     assert first.status == "succeeded"
     assert first.read_report() == {"num_rows": 3}
     assert [each.id for each in list_exports(run_dir)] == [first.id, second.id]
@@ -81,7 +74,7 @@ def test_one_process_at_a_time_works_on_an_export(tmp_path: Path) -> None:
         # A service has other exports to make.
         assert main(["--request", str(folder.root), "--places", "0"]) == HELD
         with subprocess.Popen(command, **pipes) as second:  # type: ignore[call-overload]
-            finish(folder)
+            write_export(folder)
             first.stdin.close()
             # The one that waited finds nothing left to do.
             assert second.stdout.readline().strip() == "False"
@@ -102,7 +95,7 @@ def test_what_becomes_of_the_export_that_a_job_asks_for_is_told_in_its_timeline(
     assert told == [] and not (tmp_path / "exports").exists(), "none was asked for"
     spec = make_spec(tmp_path, export={"on_success": True, "checkpoint": "best"})
     for happens, level, said in (
-        (finish, "info", "export x-"),
+        (write_export, "info", "export x-"),
         (lambda folder: folder.fail("no checkpoint yet"), "error", "failed: no checkpoint yet"),
         (lambda folder: None, "error", "ended with code 9; export.log says more"),
         (ExportFolder.mark_deleted, "info", "was deleted before it was done"),

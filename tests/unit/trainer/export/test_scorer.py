@@ -12,7 +12,6 @@ from fastapi.testclient import TestClient
 from tests.harness.service import problem_in
 from tests.unit.trainer.export.export_case import rows
 from trainer.errors import ColumnError
-from trainer.export.artifact import ArtifactError
 from trainer.export.predict import Predictor
 from trainer.export.server import MAX_BODY_BYTES, MAX_ROWS, create_scorer
 
@@ -147,8 +146,3 @@ def test_the_example_in_the_openapi_document_can_be_scored(http: TestClient) -> 
     body = document["paths"]["/v1/predict"]["post"]["requestBody"]["content"]["application/json"]
     (example,) = body["examples"].values()
     assert http.post("/v1/predict", json=example["value"]).status_code == 200
-
-
-def test_a_folder_without_an_export_is_not_served(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="holds no export"):
-        create_scorer(tmp_path)

@@ -16,7 +16,6 @@ from trainer.data.batches import Batch
 from trainer.models.networks import HistoryEncoder
 from trainer.models.sparse import History
 from trainer.spec import validate_spec
-from trainer.spec.base import SpecError
 from trainer.spec.model import TransformerSpec
 
 DIM, MAX_LENGTH, NUM_ROWS = 8, 4, 12
@@ -162,22 +161,3 @@ def test_several_tasks_add_up_by_their_weights() -> None:
     crosses = torch.nn.functional.softplus(outputs[:, 1]) - labels[:, 1] * outputs[:, 1]
     rows = 2.0 * squares + 0.5 * crosses
     assert loss.item() == pytest.approx(((3 * rows[0] + rows[1]) / 4).item(), rel=1e-5)
-
-
-def test_a_model_that_cannot_be_built_is_refused_by_field() -> None:
-    ends = {"sequence": "history", "candidate": "movie"}
-    for model, path, code in (
-        ({"arch": "dcn_v2"}, "transformer", "unexpected_section"),
-        ({"transformer": ends | {"sequence": "genres"}}, "transformer.sequence", "unknown_feature"),
-        ({"transformer": ends | {"candidate": "year"}}, "transformer.candidate", "unknown_feature"),
-        ({"transformer": ends | {"num_heads": 3}}, "transformer.num_heads", "num_heads"),
-        ({"tasks": [{"loss": "mse"}, {"loss": "bce"}]}, "tasks", "duplicate_name"),
-        (
-            {"tasks": [{"loss": "bce", "auc_threshold": 0.5}]},
-            "tasks[0].auc_threshold",
-            "unexpected_threshold",
-        ),
-    ):
-        with pytest.raises(SpecError) as caught:
-            validate_spec(document(**model))
-        assert [(p.path, p.code) for p in caught.value.problems] == [(f"model.{path}", code)]

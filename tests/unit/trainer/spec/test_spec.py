@@ -53,6 +53,11 @@ DYNAMIC = (
     "embedding_tables[0].num_embeddings=64; embedding_tables[0].dynamic={}; "
     "parallelism.workers=2; parallelism.shard_group_size=2"
 )
+# A sequence and a candidate of one table.
+MOVIELENS = (
+    "features=[{name: seen, type: sequence, table: users}, {name: user, type: id, table: users}, "
+    "{name: age, type: dense}]; model.arch=movielens; model.transformer="
+)
 EVERY = "training.accumulate_steps=4; training.report_every_steps=8"
 # Changes => field, code (- for any) and a part of the message.
 FAULTS = f"""
@@ -86,7 +91,15 @@ features[0].max_length=3 => features[0].max_length unexpected_max_length
 model.tasks[0].metrics=[ne] => model.tasks[0].metrics metric_mismatch
 model.tasks[0].metrics=[auc] => model.tasks[0].auc_threshold missing_threshold
 model.tasks[0].metrics=[mae, mae] => model.tasks[0].metrics duplicate_metric
+model.tasks[0].auc_threshold=0.5; model.tasks[0].loss=bce
+    => model.tasks[0].auc_threshold unexpected_threshold
+model.tasks=[{{loss: mse}}, {{loss: bce}}] => model.tasks duplicate_name
 model.arch=movielens => model.transformer missing_section
+model.transformer={{sequence: a, candidate: b}} => model.transformer unexpected_section
+{MOVIELENS}{{sequence: user, candidate: user}} => model.transformer.sequence unknown_feature
+{MOVIELENS}{{sequence: seen, candidate: age}} => model.transformer.candidate unknown_feature
+{MOVIELENS}{{sequence: seen, candidate: user, num_heads: 3}}
+    => model.transformer.num_heads num_heads
 model.over_arch.layer_sizes=[4, 2] => model.over_arch.layer_sizes over_arch_width
 model.module=towers => model.module - package.module:Class
 model.module="../evil:Towers" => model.module -

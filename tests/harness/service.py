@@ -20,6 +20,7 @@ import httpx
 from anyio.to_thread import current_default_thread_limiter
 from fastapi.testclient import TestClient
 from httpx_sse import EventSource, ServerSentEvent
+from starlette.types import Message, Receive
 from typer import testing
 
 from service.api.views import detail_of
@@ -152,6 +153,19 @@ class _Served:
             run_once(reconciler)
         reconciler.close()
         object.__setattr__(context, "reconciler", reconciler)
+
+    def post_raw(self, path: str, receive: Receive, **headers: str) -> list[int]:
+        """Statuses of the answer to a POST that a server reads off the wire by `receive`."""
+        statuses: list[int] = []
+
+        async def send(message: Message) -> None:
+            statuses.extend([message["status"]] if "status" in message else [])
+
+        sent = {"host": self.http.base_url.host, "content-type": "application/json", **headers}
+        raw = [(name.lower().encode(), value.encode()) for name, value in sent.items()]
+        scope = {"type": "http", "method": "POST", "scheme": "http", "path": path, "headers": raw}
+        asyncio.run(self.http.app({**scope, "query_string": b""}, receive, send))
+        return statuses
 
 
 class Api(_Served):

@@ -361,7 +361,6 @@ def test_a_caller_who_hangs_up_ends_the_process(
         f"pathlib.Path({str(asked)!r}).touch(); time.sleep(600)"
     )
     body = json.dumps({"spec": spec_document(parallelism=AUTOMATIC), "cluster": CPU}).encode()
-    sent: list[Any] = []
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Any:
@@ -371,23 +370,7 @@ def test_a_caller_who_hangs_up_ends_the_process(
             await asyncio.sleep(0.01)
         return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/plans",
-        "raw_path": b"/v1/plans",
-        "query_string": b"",
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-        "scheme": "http",
-        "http_version": "1.1",
-        "asgi": {"version": "3.0"},
-    }
-    asyncio.run(api.http.app(scope, receive, send))
+    api.post_raw("/v1/plans", receive)
     (process,) = script.processes
     wait_for(lambda: process.poll() is not None, "the process to end")
 

@@ -31,12 +31,7 @@ import yaml
 
 from service.domain.models import new_job_id
 from tests.benchmarks.control_plane_tick import NUM_IDLE_JOBS, NUM_LIVE_JOBS
-from tests.benchmarks.peers.mlflow_server import (
-    MlflowServer,
-    copy_rows,
-    install_mlflow,
-    mlflow_server,
-)
+from tests.benchmarks.peers.mlflow_server import MlflowServer, copy_rows, mlflow_server
 from tests.benchmarks.report import (
     BenchmarkError,
     BenchmarkReport,
@@ -284,14 +279,12 @@ def run(num_pairs: int) -> BenchmarkReport:
     with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         log("installing MLflow")
-        programs = install_mlflow(folder / "mlflow-venv")
-        ours, theirs = folder / "ours", folder / "mlflow"
+        ours = folder / "ours"
         ours.mkdir()
-        theirs.mkdir()
         parameters = {f"parameter_{number}": f"value {number}" for number in range(20)}
         with (
+            mlflow_server(folder / "mlflow", parameters) as peer,
             shardloom_server(ours) as server,
-            mlflow_server(programs, theirs, parameters) as peer,
         ):
             log(f"filling both stores with {NUM_JOBS:,} jobs")
             job = fill(server, server.wait_for_attempt)

@@ -32,7 +32,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from service.db.jobs import JobStore
 from service.domain.models import Job, JobStatus, new_job_id
-from tests.benchmarks.peers.mlflow_server import MlflowServer, install_mlflow, mlflow_server
+from tests.benchmarks.peers.mlflow_server import MlflowServer, mlflow_server
 from tests.benchmarks.report import (
     BenchmarkReport,
     BenchmarkSkipped,
@@ -279,12 +279,9 @@ def run(num_pairs: int) -> BenchmarkReport:
             ids = _ids(database)[:NUM_COMPARED]
         settings = {"SHARDLOOM_DASHBOARD": "true", "SHARDLOOM_RECONCILE_INTERVAL_S": "1"}
         log("installing MLflow, and filling its store")
-        programs = install_mlflow(home / "mlflow-venv")
-        theirs = home / "mlflow"
-        theirs.mkdir()
         with (
+            mlflow_server(home / "mlflow", {}) as peer,
             ServiceProcess(home, free_port(), settings) as process,
-            mlflow_server(programs, theirs, {}) as peer,
             sync_playwright() as playwright,
             playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGS) as browser,
         ):

@@ -12,18 +12,15 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 import torch.distributed as dist
 
 from tests.benchmarks.loader_data import spec_over
-from trainer.parallel.mesh import build_groups
-from trainer.protocol.events import Metrics, read_record
-from trainer.protocol.run_dir import RunDir
+from tests.harness.sessions import open_session, told
+from trainer.protocol.events import Metrics
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
-from trainer.training.session import Session
-from trainer.training.worker import layout_of, prepare_process, train
+from trainer.training.worker import prepare_process, train
 
 REPORT_EVERY_STEPS = 20
 NUM_STEPS = 160
@@ -54,22 +51,15 @@ def model_spec(folder: Path) -> JobSpec:
 
 def measure(folder: Path, run_dir: Path) -> dict[str, float]:
     """Train; mean seconds per step and of waiting for data per step, after the warm-up."""
-    config = WorkerConfig(model_spec(folder), run_dir, "job-loader-a0", 0)
+    config = WorkerConfig(model_spec(folder), run_dir, "job-test-a0", 0)
     prepare_process(config)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{run_dir}/rendezvous", rank=0, world_size=1
-    )
-    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=60)
-    train(Session(config, groups))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    train(open_session(config))
     dist.destroy_process_group()
-    stream = RunDir(run_dir).attempt(config.attempt_id).stream_path(config.stream)
-    records = [read_record(line, 0) for line in stream.read_bytes().splitlines()]
     reports = [
-        record.values
-        for record in records
-        if isinstance(record, Metrics)
-        and record.step > WARMUP_STEPS
-        and "phase/data_wait_s" in record.values
+        report.values
+        for report in told(run_dir, Metrics)
+        if report.step > WARMUP_STEPS and "phase/data_wait_s" in report.values
     ]
     return {
         "step_s": sum(1 / report["speed/steps_per_s"] for report in reports) / len(reports),

@@ -12,7 +12,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -65,18 +64,11 @@ def single_rank() -> Iterator[None]:
     warnings.simplefilter("ignore")
     for name in ("torchrec", "torch", "trainer"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store",
-            rank=0,
-            world_size=1,
-            timeout=timedelta(seconds=_GROUP_TIMEOUT_S),
-        )
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def held_out_errors(spec: JobSpec) -> tuple[IntArray, FloatArray]:

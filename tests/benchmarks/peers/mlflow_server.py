@@ -27,7 +27,7 @@ _API = "/api/2.0/mlflow"
 _EXPERIMENT = "0"
 
 
-def install_mlflow(folder: Path) -> Path:
+def _install_mlflow(folder: Path) -> Path:
     """An environment with MLflow in `folder`; its `bin`. Raises `BenchmarkError`."""
     run_child(sys.executable, "-m", "venv", str(folder), what=f"an environment for {_PACKAGE}")
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", _PACKAGE]
@@ -157,10 +157,12 @@ def _now_ms() -> int:
 
 
 @contextmanager
-def mlflow_server(
-    programs: Path, folder: Path, parameters: Mapping[str, str]
-) -> Iterator[MlflowServer]:
-    """A server with its state in `folder`, ready to be called."""
+def mlflow_server(folder: Path, parameters: Mapping[str, str]) -> Iterator[MlflowServer]:
+    """Install MLflow into `folder`, and start a server with its state there, ready to be called.
+
+    Raises `BenchmarkError`.
+    """
+    programs = _install_mlflow(folder / "venv")
     port = free_port()
     command = [
         *(str(programs / "mlflow"), "server", "--host", "127.0.0.1", "--port", str(port)),

@@ -114,7 +114,6 @@ class GroupAgent:
     # --- ranks
 
     def _serve(self, connection: socket.socket) -> None:
-        """Hear one rank to its end."""
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = None

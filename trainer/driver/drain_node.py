@@ -58,7 +58,6 @@ def _node_ids(gcs: Any, is_meant: Callable[[Any], bool]) -> set[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command line says."""
     made = argparse.ArgumentParser(prog="python -m trainer.driver.drain_node")
     made.add_argument("gcs_address", help="Ray's head, as 10.0.0.1:6379")
     made.add_argument("host", help="address of the machine, as 10.0.0.2")

@@ -242,7 +242,6 @@ class GroupRunLoop:
         return Ended(PAUSED) if is_there(mark) else None
 
     def _apply_status(self, status: CoordinatorStatus) -> None:
-        """Apply which groups the coordinator has, lost or let go."""
         self._has_finished = status.has_finished
         self._stragglers = self.replacements.new(status.stragglers)
         for group in status.groups:
@@ -586,7 +585,6 @@ class GroupRunLoop:
         futures.wait(trained, self.end_grace_s)
 
     def kill_workers(self) -> None:
-        """Kill the workers that are left."""
         runs = [*self.runs.values(), *self._zombies]
         for run in runs:
             if not run.future.done():
@@ -595,7 +593,6 @@ class GroupRunLoop:
 
 
 def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
-    """The failure of a group that the coordinator lost."""
     is_hang = departure.reason == "hang"
     reason = EndReason.HANG if is_hang else EndReason.WORKERS_LOST
     # A silent rank may have lost its agent, on another host.

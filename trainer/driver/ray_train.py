@@ -65,7 +65,6 @@ def classify(error: Exception) -> Failure:
 
 
 def _classify_start(error: Exception) -> Failure:
-    """The cause of workers that did not come up."""
     from ray.train.v2._internal.exceptions import (
         InsufficientClusterResourcesError,
         WorkerGroupStartupTimeoutError,

@@ -58,7 +58,6 @@ class Owner(BaseModel, extra="forbid", frozen=True):
 
     @classmethod
     def here(cls, name: str) -> Owner:
-        """This process, under `name`."""
         return cls(
             name=name,
             host=socket.gethostname(),

@@ -69,7 +69,6 @@ class _ProcessGroup(Backend):
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
-        """Make the group over all workers."""
         assert isinstance(backend_config, ProcessGroupConfig)
         address, port = worker_group.execute_single(0, get_address_and_port)
         size = len(worker_group)

@@ -886,7 +886,6 @@ class GroupSync:
 
 
 def _mark(bits: torch.Tensor, rows: Rows | None, value: bool) -> None:
-    """Set the `bits` of `rows`, or all, to `value`."""
     bits[slice(None) if rows is None else rows.numbers] = value
 
 

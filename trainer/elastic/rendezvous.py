@@ -102,7 +102,6 @@ class RendezvousServer:
 
     @staticmethod
     def _tell(connection: socket.socket, store: _Generation, has_ended: threading.Event) -> None:
-        """Send what comes."""
         num_told = 0
         while not has_ended.is_set():
             with store.changed:

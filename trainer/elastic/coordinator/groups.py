@@ -293,7 +293,6 @@ class GroupRegistry:
     def remove(
         self, group: Group, reason: str, message: str, is_lost: bool, host: str = ""
     ) -> None:
-        """A group is lost, or has left."""
         del self._groups[group.group]
         self.fence(group.group, group.incarnation)
         self.monitor.forget(group.group)

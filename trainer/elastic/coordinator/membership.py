@@ -156,7 +156,6 @@ class Membership:
     def on_arrive(
         self, speaker: RankId, request_id: int, arrive: Arrive, now: float
     ) -> list[Effect]:
-        """A group is ready for the next round."""
         group = self._accept(speaker, request_id, arrive)
         if group is None or self._rounds.repeat(group):
             return self._take_effects()
@@ -189,7 +188,6 @@ class Membership:
         return group
 
     def on_ended(self, speaker: RankId, ended: GroupEnded, now: float) -> list[Effect]:
-        """A group says that it cannot go on."""
         group = self._groups.find(speaker)
         return self._lose(group, ended.reason, ended.message, now) if group else []
 

@@ -358,7 +358,6 @@ class Coordinator:
             self._take(lambda: self._membership.on_disconnect(speaker, self._now(), is_broken))
 
     def receive(self, connection: _Connection, line: Numbered) -> None:
-        """Take a line from a group or rank."""
         body, now = line.body, self._now()
         if isinstance(body, Hello):
             known = RankId(body.group, body.incarnation, body.ranks[0].rank)

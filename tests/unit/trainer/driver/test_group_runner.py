@@ -204,13 +204,19 @@ class World:
         self.runs[life][1].set_result(failure)
 
 
+def world_in(folder: Path, hosts: str, recovery: Any = None, **sizes: Any) -> World:
+    """Groups of one worker, two or three unless `sizes` say so, on hosts with room for one."""
+    layout = {"shard_group_size": 1, "placement": "inter_host"}
+    sizes = {"workers": {"min": 2, "max": 3}} | layout | sizes
+    job = spec(parallelism=sizes, recovery=recovery or {})
+    return World(attempt_in(folder, job), dict.fromkeys(hosts, 1))
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     """Up to three groups of one worker on three hosts, at least two, none on the same host."""
-    sizes = {"workers": {"min": 2, "max": 3}, "shard_group_size": 1, "placement": "inter_host"}
     recovery = {"start_grace_s": 30, "exclude_host_after": 2, "exclude_host_s": 600}
-    job = spec(parallelism=sizes | {"survive": {"hosts": 1}}, recovery=recovery)
-    return World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
+    return world_in(tmp_path, "abc", survive={"hosts": 1}, recovery=recovery)
 
 
 def departed(group: int, reason: str, incarnation: int = 0) -> Departure:
@@ -591,26 +597,6 @@ def test_a_drained_host_is_left_when_its_replacement_trains(world: World) -> Non
     assert not world.told(events.Resized)
 
 
-def test_a_drained_host_is_left_no_sooner_because_losses_delay_starts(
-    world: World,
-) -> None:
-    world.train()
-    world.hosts["d"] = 1
-    for incarnation in range(2):
-        world.wait(2)
-        world.end((2, incarnation), LOST)
-        world.look(0.1)
-    world.wish('{"id": "r-1", "workers": 2, "drain_hosts": ["b"]}')
-    world.look(0.1)
-    assert world.hosts_in_use == {0: "a", 1: "b"}
-    world.look(5)
-    assert set(world.hosts_in_use) == {0, 1, 2}
-    assert not world.retired
-    world.become("current", (2, 2))
-    world.look()
-    assert world.retired == [(1, "drain")]
-
-
 def test_a_checkpoint_is_asked_for_once_all_groups_are_about_to_lose_hosts(world: World) -> None:
     world.train()
     world.deadlines = {"a": world.now + 90, "b": world.now + 61}
@@ -796,9 +782,8 @@ def test_a_group_that_left_and_does_not_end_is_killed_once_a_save_would_be_throu
 @pytest.fixture
 def spared(tmp_path: Path) -> World:
     """Two groups of one worker and a spare on three hosts, none on the same host."""
-    sizes = {"workers": {"min": 1, "max": 2}, "shard_group_size": 1, "placement": "inter_host"}
-    job = spec(parallelism=sizes | {"survive": {"hosts": 1}, "spares": 1})
-    return World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
+    sizes = {"workers": {"min": 1, "max": 2}, "survive": {"hosts": 1}, "spares": 1}
+    return world_in(tmp_path, "abc", **sizes)
 
 
 def train_with_spare(world: World) -> None:
@@ -833,17 +818,6 @@ def test_a_spare_takes_the_place_of_a_lost_group_at_once_and_another_one_is_star
     world.end((0, 0), LOST)
     world.end((2, 0), LOST)
     assert world.look() == Ended(LOST)
-
-
-def test_a_spare_that_is_not_ready_is_promoted_all_the_same(spared: World) -> None:
-    spared.look()
-    spared.become("current", (0, 0), (1, 0))
-    spared.look()
-    spared.end((1, 0), LOST)
-    spared.look()
-    spared.become("spare", (2, 0))
-    spared.look()
-    assert spared.wanted == ([0, 2], 0)
 
 
 def test_a_resize_leaves_spares_alone_and_a_drained_one_moves(spared: World) -> None:
@@ -887,9 +861,7 @@ def straggler(group: int, host: str, time: float) -> events.StragglerFound:
 def test_the_group_of_a_straggler_moves_where_that_is_wanted_and_there_is_room(
     tmp_path: Path, is_wanted: bool
 ) -> None:
-    sizes = {"workers": {"min": 2, "max": 3}, "shard_group_size": 1, "placement": "inter_host"}
-    job = spec(parallelism=sizes, recovery={"replace_stragglers": is_wanted})
-    world = World(attempt_in(tmp_path, job), {"a": 1, "b": 1, "c": 1})
+    world = world_in(tmp_path, "abc", recovery={"replace_stragglers": is_wanted})
     world.train()
     world.stragglers.append(straggler(1, "b", time=1))
     world.look()
@@ -919,9 +891,7 @@ def test_the_group_of_a_straggler_moves_where_that_is_wanted_and_there_is_room(
 def test_room_that_a_missing_group_takes_is_no_room_for_the_group_of_a_straggler(
     tmp_path: Path,
 ) -> None:
-    sizes = {"workers": {"min": 2, "max": 3}, "shard_group_size": 1, "placement": "inter_host"}
-    job = spec(parallelism=sizes, recovery={"replace_stragglers": True})
-    world = World(attempt_in(tmp_path, job), {"a": 1, "b": 1})
+    world = world_in(tmp_path, "ab", recovery={"replace_stragglers": True})
     world.look()
     world.become("current", (0, 0), (1, 0))
     world.look()

@@ -334,6 +334,7 @@ def test_a_lost_group_ends_the_round_and_others_train_its_rows():
     world.kill(2)
     (lost,) = world.told("group_lost")
     assert (lost.group, lost.reason, lost.rows_returned) == (2, "connection", 8)
+    assert lost.message.startswith("rank 0 on host-2 ended")
     world.now += 1.0
     world.run_to_commit(3)
     (recovered,) = world.told("recovered")
@@ -406,20 +407,6 @@ def test_a_rank_may_stand_still_for_longer_outside_of_training():
         tick(world, 25.0)
     (found,) = world.told("hang_found")
     assert (found.group, found.phase, found.idle_s) == (0, "validation", 225.0)
-    assert [found.phase for found in world.told("hang_found")] == ["validation"]
-
-
-def test_a_rank_that_does_not_vote_in_time_loses_its_group():
-    world = running()
-    world.run_until(lambda: has_ready(world, 2, "vote"))
-    world.hung.add(2)
-    world.exchange(20)
-    for _ in range(60):
-        for rank in (0, 1):
-            beat(world, 2, rank, progress=int(world.now))
-        world.wait(0.1)
-    assert [found.phase for found in world.told("hang_found")] == ["sync"]
-    world.run_to_commit(3)
 
 
 def beat_all(world: World, *but: int, progress: int | None = None) -> None:
@@ -512,8 +499,11 @@ def test_the_time_for_votes_begins_when_a_group_has_averaged_all_its_shards():
     beat(world, 2, 1, progress=1)
     tick(world, 4.9)
     assert not world.told("hang_found")
+    beat(world, 2, 1, progress=2)  # which is no vote
     tick(world, 0.2)
-    assert [(found.group, found.rank) for found in world.told("hang_found")] == [(2, 1)]
+    (found,) = world.told("hang_found")
+    assert (found.group, found.rank, found.phase) == (2, 1, "sync")
+    world.run_to_commit(3)
 
 
 def test_votes_that_miss_on_most_copies_are_waited_for_once_more():

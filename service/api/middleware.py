@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -291,14 +291,12 @@ def takes_key_here(method: str, path: str) -> bool:
 class IdempotencyMiddleware:
     """Answers a request that repeats an idempotency key with the stored first response.
 
-    Only successful responses are stored, encrypted, by caller and key. Runs behind authentication;
-    `clock` gives Unix seconds.
+    Only successful responses are stored, encrypted, by caller and key. Runs behind authentication.
     """
 
     app: ASGIApp
     store: IdempotencyStore
     master: MasterKeys
-    clock: Callable[[], float] = time.time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = Headers(scope=scope).get(HEADER) if scope["type"] == "http" else None
@@ -319,7 +317,7 @@ class IdempotencyMiddleware:
         hashed = (scope["method"].encode(), scope["path"].encode(), scope["query_string"], body)
         digests = b"\n".join(hashlib.sha256(part).digest() for part in hashed)
         request_hash = hashlib.sha256(digests).hexdigest()
-        known = await run_in_threadpool(self.store.begin, caller, key, request_hash, self.clock())
+        known = await run_in_threadpool(self.store.begin, caller, key, request_hash, time.time())
         if known is not None:
             await self._replay(known, request_hash, key)(scope, receive, send)
             return

@@ -13,7 +13,6 @@ pause, so that it can be resumed.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -140,15 +139,6 @@ class Sweep:
         if math.isnan(value) or math.isnan(other):
             return math.isnan(other) and not math.isnan(value)
         return loss_of(self.direction, value) < loss_of(self.direction, other)
-
-
-def new_sweep_id() -> str:
-    return f"sweep-{secrets.token_hex(6)}"
-
-
-def trial_key(sweep_id: str, number: int) -> str:
-    """The idempotency key of a trial's job."""
-    return f"{sweep_id}/{number}"
 
 
 @dataclass(frozen=True)

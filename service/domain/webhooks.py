@@ -170,10 +170,6 @@ def new_secret() -> str:
     return f"whsec_{base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()}"
 
 
-def new_webhook_id() -> str:
-    return f"wh-{secrets.token_hex(8)}"
-
-
 def headers_of(delivery: Delivery, secret: str, now: float) -> dict[str, str]:
     """Headers of a try at `now` (Unix seconds); `secret` is decrypted."""
     sent_at = datetime.fromtimestamp(int(now), UTC)

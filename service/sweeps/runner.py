@@ -19,7 +19,7 @@ from service.db.jobs import JobStore
 from service.db.projects import hold_lock
 from service.db.sweeps import SweepStore
 from service.domain.models import Job
-from service.domain.sweeps import Observed, Sweep, SweepStatus, Trial, decide, trial_key
+from service.domain.sweeps import Observed, Sweep, SweepStatus, Trial, decide
 from service.errors import (
     IdempotencyConflict,
     JobEnded,
@@ -162,7 +162,6 @@ class SweepRunner:
             logger.info("sweep %s: %s %s", sweep.id, step.end, step.message)
 
     def _submit(self, sweep: Sweep, trial: Trial) -> None:
-        key = trial_key(sweep.id, trial.number)
         try:
             spec = spec_of_trial(sweep, trial.number, trial.values)
             job = submit_job(
@@ -171,7 +170,7 @@ class SweepRunner:
                 self.settings,
                 spec,
                 secrets=self.keys.secrets_of(sweep.id),
-                idempotency_key=key,
+                idempotency_key=f"{sweep.id}/{trial.number}",
                 actor=sweep.created_by,
             )
         except (SpecError, IdempotencyConflict) as error:

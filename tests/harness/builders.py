@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from service.domain.models import (
     attempt_id,
     new_job_id,
 )
-from service.domain.webhooks import Webhook, new_webhook_id
+from service.domain.webhooks import Webhook
 from trainer.layout.hosts import HostFacts
 from trainer.protocol.events import (
     AttemptEnded,
@@ -329,7 +330,7 @@ def folded_membership(*events: Event, attempt_id: str = "job-1-a0") -> Membershi
 
 def webhook(**changes: Any) -> Webhook:
     made = Webhook(
-        id=new_webhook_id(),
+        id=f"wh-{secrets.token_hex(8)}",
         project="default",
         url="https://hooks.example/",
         description="",

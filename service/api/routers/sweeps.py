@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Annotated
 
@@ -20,7 +21,7 @@ from service.api.deps import (
     current_rule,
 )
 from service.api.views import sweep_detail, sweep_summary
-from service.domain.sweeps import Sweep, direction_of, new_sweep_id
+from service.domain.sweeps import Sweep, direction_of
 from service.errors import SweepNotFound
 from service.jobs.actions import document_of
 from service.jobs.submit import check_data, with_table_sizes
@@ -65,7 +66,7 @@ def create_sweep(
     check_spec(spec, principal, context)
     check_data(spec)
     sweep = Sweep(
-        id=new_sweep_id(),
+        id=f"sweep-{secrets.token_hex(6)}",
         name=spec.name,
         project=spec.project,
         spec=document_of(spec),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import replace
 from typing import Annotated
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Depends, Path, Query, status
 
 from service.api.deps import ContextDep, PrincipalDep, ThreadRoute, check_project
 from service.domain.auth import Role
-from service.domain.webhooks import DeliveryState, Webhook, new_secret, new_webhook_id, test_body
+from service.domain.webhooks import DeliveryState, Webhook, new_secret, test_body
 from service.errors import InvalidRequest, WebhookNotFound
 from service.schemas.admin import (
     ChangeWebhook,
@@ -49,7 +50,7 @@ def create_webhook(
     secret = new_secret()
     webhook = Webhook(
         **body.model_dump(),
-        id=new_webhook_id(),
+        id=f"wh-{secrets.token_hex(8)}",
         secret=context.security.master.encrypt(secret),
         is_active=True,
         created_at=time.time(),

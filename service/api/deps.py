@@ -286,7 +286,6 @@ JobDep = Annotated[Job, Depends(get_job)]
 
 
 async def wants_stream(request: Request) -> bool:
-    """Whether the client asked for server-sent events."""
     return "text/event-stream" in request.headers.get("accept", "")
 
 

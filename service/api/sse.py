@@ -210,7 +210,6 @@ class LogFollower:
         return [piece for piece in pieces if self.log_filter.takes(piece.head, piece.text)]
 
     def sources(self) -> list[str]:
-        """Names of the logs of the attempt being read."""
         if self.position.attempt_id is None:
             return []
         return list_sources(self._run_dir.attempt(self.position.attempt_id))

@@ -348,7 +348,6 @@ class JobStore(MetricStore):
         return [TimelineEvent(**row) for row in (reversed(found) if newest else found)]
 
     def metric_names(self, job_id: str) -> list[str]:
-        """Names of every metric the job has, sorted."""
         query = select(metric_names.c.name).where(metric_names.c.job_id == job_id)
         # Sorted here: databases differ in how they sort texts.
         return sorted(row["name"] for row in self.rows(query))

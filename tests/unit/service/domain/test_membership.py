@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from service.api.views import summary_of
 from service.domain.membership import (
-    Sizes,
     apply_event,
     failure_domain,
     layout_of_attempt,
@@ -19,7 +18,6 @@ from service.domain.membership import (
     missing,
     num_current,
     num_wanted,
-    sizes_of_job,
 )
 from service.domain.metrics import MEMORY_PARTS, STEP_PHASES, compared
 from service.domain.models import Job, Membership
@@ -242,11 +240,11 @@ def job_of(workers: Any, **parallelism: Any) -> Job:
     return replace(queued_job(parallelism=sizes), current_attempt_id="job-a1")
 
 
-def with_choice(job: Job, shard_group_size: int, attempt_id: str = "job-a1") -> Job:
+def with_choice(job: Job, shard_group_size: int) -> Job:
     """The job once an attempt has chosen groups of that size."""
     sizes = {"world_size": 4, "shard_group_size": shard_group_size}
     chosen = layout_chosen(**sizes, num_replicas=4 // shard_group_size)
-    return replace(job, membership=folded_membership(chosen, attempt_id=attempt_id))
+    return replace(job, membership=folded_membership(chosen, attempt_id="job-a1"))
 
 
 def test_lists_and_pages_show_what_is_decided() -> None:
@@ -267,8 +265,3 @@ def test_lists_and_pages_show_what_is_decided() -> None:
     ):
         assert layout_text(summary_of(job)).replace(chr(215), "x") == listed
         assert shape_text(summary_of(job)) == shown
-
-
-def test_what_an_earlier_attempt_chose_is_not_what_this_one_has() -> None:
-    job = with_choice(job_of(4, **AUTO), 2, attempt_id="job-a0")
-    assert sizes_of_job(job) == Sizes(4, 4, None, None)

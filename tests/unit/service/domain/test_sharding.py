@@ -80,14 +80,6 @@ def test_a_data_parallel_table_weighs_on_every_position() -> None:
     assert imbalance(loads_of([], 4)) is None
 
 
-def test_shards_of_a_table_on_one_position_are_one_share() -> None:
-    plan = row_wise_plan()
-    both = [shard.model_copy(update={"position": 1}) for shard in plan.shards]
-    empty, full = loads_of([plan.model_copy(update={"shards": both})], 2)
-    assert empty == {}
-    assert full == {"users": 3600.0}
-
-
 def test_a_shard_says_only_what_is_not_whole() -> None:
     plan = row_wise_plan(num_embeddings=3000)
     assert shard_text(plan, plan.shards[1]) == "rows 1,500-2,999"

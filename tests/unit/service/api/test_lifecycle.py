@@ -27,7 +27,8 @@ def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: Shardlo
     files = api.files(job_id)
     assert "id" in json.loads(files.pause_request_path.read_text())
     end(api, job_id, "paused")
-    assert client.get_job(job_id).status is JobStatus.PAUSED
+    rested = client.get_job(job_id)
+    assert (rested.status, rested.pause_requested, rested.num_failures) == ("PAUSED", False, 0)
     api.poll()
     assert len(client.attempts(job_id)) == 1
     resumed = client.resume(job_id)
@@ -36,6 +37,7 @@ def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: Shardlo
     assert [attempt.index for attempt in client.attempts(job_id)] == [0, 1]
     assert api.store.get_job(job_id).queued_at == queued_at
     actors = {e.kind: e.actor for e in client.iter_events(job_id)}
+    assert "job_paused" in actors
     assert actors["pause_requested"] == actors["resume_requested"] == "local"
 
 

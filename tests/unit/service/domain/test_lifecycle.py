@@ -35,14 +35,6 @@ SUCCEEDED = Observation(ObservedState.SUCCEEDED)
 NOT_FOUND = Observation(ObservedState.NOT_FOUND)
 
 
-def test_a_queued_job_gets_an_attempt_before_anything_is_submitted() -> None:
-    job = queued_job()
-    decision = start(job, NOW, QueueState(workers=4))
-    assert decision.job.status is JobStatus.STARTING
-    assert decision.attempt.id == decision.job.current_attempt_id == f"{job.id}-a0"
-    assert decision.action is Action.NONE
-
-
 def test_the_budget_counts_worker_restarts_and_lost_attempts() -> None:
     job, attempt = live_job(num_failures=1)
     decision = decide(job, replace(attempt, num_worker_failures=2), FAILED, NOW)
@@ -150,16 +142,6 @@ def test_a_queued_job_pauses_at_once_and_keeps_its_place() -> None:
     assert decide(paused, None, UNREACHABLE, NOW + 1e6) == Decision(paused, None)
     back = request_resume(paused, NOW + 99).job
     assert (back.status, back.waits_since) == (JobStatus.QUEUED, NOW - 50)
-
-
-def test_a_running_job_is_asked_to_save_and_rests_when_its_driver_has_ended() -> None:
-    job, attempt = live_job()
-    pausing = request_pause(job, NOW, 120).job
-    assert decide(pausing, attempt, RUNNING, NOW + 1).action is Action.PAUSE
-    rested = decide(pausing, reported(attempt, EndReason.PAUSED), FAILED, NOW + 6)
-    assert (rested.job.status, rested.job.num_failures) == (JobStatus.PAUSED, 0)
-    assert not rested.job.pause_requested
-    assert [line.kind for line in rested.timeline] == ["job_paused"]
 
 
 def test_a_driver_that_does_not_save_in_time_is_stopped_and_the_job_pauses_all_the_same() -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import add
 
 import torch
@@ -116,12 +117,12 @@ class GroupSession(Session):
             rank=groups.rank,
             num_ranks=groups.layout.world_size,
             process=self._reader_process,
-            on_slow_read=self._note_slow_read,
+            on_slow_read=partial(self.heartbeat.enter, "data_wait"),
         )
         if self._reader_process:  # or the other groups would wait for this one's first batch
             self._reader_process.await_start()
         # One over all leases: as one ends, the ids of the next are under way.
-        self._stream = self.pipeline.over(self.speed.awaited(self._loader))
+        self._stream = self.pipeline.over(self._loader)
         self.group_sync = GroupSync(
             self.model,
             exact_sync(self.spec, self._warn_of_sync if self.rank == 0 else logger.debug),
@@ -295,7 +296,7 @@ class GroupSession(Session):
         if self.is_report_due():
             self.report()
         if self.is_leader:
-            reduce_parts([self._stop_part(), self._save_part()], self.groups.device)
+            reduce_parts([self._orders_part()], self.groups.device)
             if not self._num_steps_ahead:
                 self.lead()
 
@@ -526,7 +527,7 @@ class GroupSession(Session):
         if self.is_checkpoint_step() or (is_wanted and not self.saves.is_blocked):
             self.save_checkpoint(is_best)
             if self.is_finished:  # it was waited for: nothing is at risk
-                reduce_parts([self._save_part()], self.groups.device)
+                reduce_parts([self._orders_part()], self.groups.device)
         elif is_wanted:
             self.note(
                 "warning",

@@ -89,24 +89,15 @@ class _PipelinedForward:
         self._module = module
         self._stream = stream
         self._plain = module.forward
-        self._given: list[tuple[Any, ...]] | None = None
+        self.given: list[tuple[Any, ...]] | None = None  # what each call gave, where that is noted
         self._reads: Reads | None = None
         self._exchange: _Exchange | None = None
         self._then: Callable[[], None] | None = None
         module.forward = self
 
-    def observe(self) -> None:
-        """Note what the collection is given, until `choose_reads`."""
-        self._given = []
-
-    @property
-    def num_calls(self) -> int:
-        """Calls since `observe`."""
-        return len(self._given or ())
-
     def choose_reads(self, batch: Batch) -> bool:
         """Whether all that was noted is ids of `batch`, given once; these are sent ahead then."""
-        given, self._given = self._given or [], None
+        given, self.given = self.given or [], None
         if len(given) != 1 or len(given[0]) != 1:
             return False
         found = [(reads, reads(batch)) for reads in _READS]
@@ -142,8 +133,8 @@ class _PipelinedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         exchange, self._exchange = self._exchange, None
-        if self._given is not None:
-            self._given.append((*args, *kwargs.values()))
+        if self.given is not None:
+            self.given.append((*args, *kwargs.values()))
         if exchange is None:
             return self._plain(*args, **kwargs)
         (ids,) = (*args, *kwargs.values())
@@ -191,7 +182,7 @@ class StepPipeline:
 
     def __init__(self, model: TwoDParallel, phases: PhaseTimes) -> None:
         self._model = model
-        self._phases = phases
+        self.phases = phases
         self._device = model.groups.device
         is_cuda = self._device.type == "cuda"
         self._copy_stream = torch.cuda.Stream(priority=-1) if is_cuda else None
@@ -268,9 +259,9 @@ class StepPipeline:
     def _observe(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """A plain forward pass, which shows whether batches can be sent ahead. Collective."""
         for forward in self._forwards:
-            forward.observe()
+            forward.given = []
         found = self._model(batch)
-        if self._model.has_caches and any(forward.num_calls > 1 for forward in self._forwards):
+        if self._model.has_caches and any(len(f.given or ()) > 1 for f in self._forwards):
             raise ValueError(
                 "a table collection is called more than once in a step, and a table is cached in "
                 "GPU memory: a later call may move rows that the backward pass of an earlier one "
@@ -292,7 +283,7 @@ class StepPipeline:
 
     def _start(self, staged: _Staged[Any]) -> None:
         """Exchange how many ids go where. Collective over the sharding group."""
-        with self._phases.during("input_dist"), _on(self._dist_stream):
+        with self.phases.during("input_dist"), _on(self._dist_stream):
             if self._copy_stream is not None and self._dist_stream is not None:
                 _hand_over(staged.batch, self._copy_stream, self._dist_stream)
             staged.exchanges = [forward.start(staged.batch) for forward in self._forwards]
@@ -302,7 +293,7 @@ class StepPipeline:
         """Wait for the counts and exchange the ids, once. Collective over the sharding group."""
         if staged.counts is None:
             return
-        with self._phases.during("input_dist"), _on(self._dist_stream):
+        with self.phases.during("input_dist"), _on(self._dist_stream):
             for exchange, arriving in zip(staged.exchanges or [], staged.counts(), strict=True):
                 exchange.arriving = arriving
         staged.counts = None
@@ -333,7 +324,8 @@ class BatchStream(Generic[Item]):
         return current.batch, current.item
 
     def _read(self) -> _Staged[Item] | None:
-        item = next(self._items, None)
+        with self._pipeline.phases.during("data_wait"):  # where that is part of a step
+            item = next(self._items, None)
         return None if item is None else self._pipeline.stage(item)
 
     def take_back(self, is_meant: Callable[[Item], bool]) -> None:

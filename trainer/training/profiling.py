@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
@@ -59,12 +59,9 @@ LOCAL_PHASES: tuple[Phase, ...] = ("lookup", "dense", "optimizer")
 _OWN_PHASES: tuple[Phase, ...] = ("data_wait", *LOCAL_PHASES)
 # Marks kept before the older half is added up: on CUDA each is an event.
 _MAX_MARKS = 2048
-Item = TypeVar("Item")
 
 
 class HostClock:
-    """Wall time of this process."""
-
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -94,7 +91,6 @@ class CudaClock:
 
 
 def clock_of(device: torch.device) -> HostClock | CudaClock:
-    """The clock that shows what `device` does."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
@@ -247,19 +243,6 @@ class ForwardPhases:
         return output
 
 
-class _Awaited(Iterator[Item]):
-    """What `take` gives until that is None; after that it may go on."""
-
-    def __init__(self, take: Callable[[], Item | None]) -> None:
-        self._take = take
-
-    def __next__(self) -> Item:
-        found = self._take()
-        if found is None:
-            raise StopIteration
-        return found
-
-
 class Speedometer:
     """Rows and steps per second between reports, and what syncs cost.
 
@@ -288,14 +271,6 @@ class Speedometer:
         self.num_steps = 0
         self._syncs: list[SyncReport] = []
         self._num_timed = 0
-
-    def awaited(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """`batches`, perhaps beyond an end; waiting for each is the phase `data_wait`."""
-        return _Awaited(lambda: self._await(batches))
-
-    def _await(self, batches: Iterator[Item]) -> Item | None:
-        with self.phases.during("data_wait"):
-            return next(batches, None)
 
     def step(self) -> None:
         self.num_steps += 1

@@ -12,11 +12,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -86,15 +86,6 @@ _LAST_REPORT_S = 5.0
 _OF_ONE_OF_MANY = re.compile(r"(table|dynamic)/|(phase|memory)/.*/\d+$")
 
 
-@dataclass(frozen=True)
-class PendingReport:
-    """Metrics on their way: those of all ranks, and `own` ones that need no other rank."""
-
-    time: float
-    found: PendingParts
-    own: dict[str, float]
-
-
 def step_seed(seed: int, rows_agreed: int, step: int, rank: int) -> int:
     """Seed of one step of one rank, from 0 to 2^64 - 1: unlike for any two of them.
 
@@ -145,7 +136,8 @@ class Session:
         self._open_meters()
         # Every rank forms the group, in the same order.
         self._report_group = dist.new_group(backend="gloo", timeout=groups.timeout)
-        self._pending: PendingReport | None = None
+        # Metrics on their way: when, those of all ranks, and those that need no other rank.
+        self._pending: tuple[float, PendingParts, dict[str, float]] | None = None
         self.final_metrics: dict[str, float] = {}
         self.rows_per_s = 0.0  # as last reported
         self.is_asked_to_stop = False  # as of the last report that has landed
@@ -316,14 +308,10 @@ class Session:
             world_size=self.groups.layout.world_size,
             position=self.state.position,
             process=self._reader_process,
-            on_slow_read=self._note_slow_read,
+            # Which is no hang for as long as training may stand still outside of steps.
+            on_slow_read=partial(self.heartbeat.enter, "data_wait"),
         ) as loader:
-            yield from self.pipeline.over(self.speed.awaited(loader))
-
-    def _note_slow_read(self) -> None:
-        """Data storage is slow or away, which is no hang for as long as training may stand still
-        outside of steps."""
-        self.heartbeat.enter("data_wait")
+            yield from self.pipeline.over(loader)
 
     def train_step(self, batch: Batch, place: Step) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
@@ -423,9 +411,9 @@ class Session:
         Those that the other ranks have not answered are lost, as they may never do.
         """
         if self._pending is not None:
+            time_s, found, own = self._pending
             with suppress(Exception):
-                found = self._pending.found.read(_LAST_REPORT_S)
-                self.publish(found | self._pending.own, self._pending.time)
+                self.publish(found.read(_LAST_REPORT_S) | own, time_s)
         if self._reader_process:
             self._reader_process.close()
         self.tracer.stop()
@@ -451,19 +439,16 @@ class Session:
             phase_part(phases, self.groups),
             memory_part(self.groups),
             self.loss_guard.part(),
-            self._stop_part(),
-            self._save_part(),
-            self._interval_part(),
+            self._orders_part(),
         ]
         found = PendingParts(parts, self.groups.device, self._report_group)
         own = self.optimizers.rates() | self.read_speed(phases["sync"])
         if self.spec.parallelism.sync.is_tuned:
             own["sync/every_steps"] = self.tuner.every_steps
-        self._pending = PendingReport(time.time(), found, own)
+        self._pending = time.time(), found, own
         self.tracer.poll()
 
     def count_sync(self, found: SyncReport) -> None:
-        """Count a sync for the next report."""
         self.speed.sync(found)
         self.lookups.add_sync(found.num_rows)
 
@@ -481,37 +466,29 @@ class Session:
         report, self._pending = self._pending, None
         if report is None:
             return
-        values = report.found.read() | report.own
-        self.publish(values, report.time)
+        time_s, found, own = report
+        values = found.read() | own
+        self.publish(values, time_s)
         if self._tunes_sync:
             self.tuner.reported(Observation.of(values))
         self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
 
-    def _stop_part(self) -> Part:
-        """Whether these workers are requested to stop, as rank 0 sees it."""
-        files = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
-        is_wanted = self.groups.rank == 0 and requests.is_stop_wanted(files, self.config.run_index)
-        return self._of_rank_0([is_wanted], self._take_stop)
+    def _orders_part(self) -> Part:
+        """What rank 0 says to all: whether to stop, the sync interval, how the saves stand."""
+        orders = [0.0] * 5
+        if self.groups.rank == 0:
+            files = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
+            is_stop_wanted = requests.is_stop_wanted(files, self.config.run_index)
+            standing = vars(self.checkpoints.standing).values()
+            orders = [is_stop_wanted, self.tuner.wanted, *standing]
+        return Part(torch.tensor(orders, dtype=torch.float64), self._take_orders)
 
-    def _take_stop(self, is_wanted: float) -> None:
-        self.is_asked_to_stop = bool(is_wanted)
-
-    def _save_part(self) -> Part:
-        """How the saves stand, as rank 0 sees it."""
-        return self._of_rank_0(vars(self.checkpoints.standing).values(), self._take_saves)
-
-    def _take_saves(self, saved_step: float, has_failed: float, is_blocked: float) -> None:
-        self.saves = SaveStanding(int(saved_step), bool(has_failed), bool(is_blocked))
-
-    def _interval_part(self) -> Part:
-        """The sync interval that there shall be, as rank 0 has decided."""
-        return self._of_rank_0([self.tuner.wanted], lambda every: self.tuner.agree(int(every)))
-
-    def _of_rank_0(self, numbers: Iterable[float], take: Callable[..., Any]) -> Part:
-        """Numbers of rank 0, which each rank is to `take`."""
-        is_first = self.groups.rank == 0
-        mine = torch.tensor([is_first and number for number in numbers], dtype=torch.float64)
-        return Part(mine, lambda sums, _: take(*sums.tolist()) or {})
+    def _take_orders(self, sums: torch.Tensor, _: torch.Tensor) -> dict[str, float]:
+        is_stop_wanted, every_steps, saved_step, has_failed, is_blocked = map(int, sums.tolist())
+        self.is_asked_to_stop = bool(is_stop_wanted)
+        self.tuner.agree(every_steps)
+        self.saves = SaveStanding(saved_step, bool(has_failed), bool(is_blocked))
+        return {}
 
     def publish(self, values: dict[str, float], time_s: float) -> None:
         """Send `values` as the metrics of the current step, and how far training has come."""

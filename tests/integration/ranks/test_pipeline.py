@@ -96,7 +96,7 @@ def train_leases(config: WorkerConfig, is_ahead: bool | None) -> dict[str, Any]:
     with LeaseBatches(
         session.train_source, config.spec, session.rank, session.world_size
     ) as loader:
-        stream = session.pipeline.over(session.speed.awaited(loader))
+        stream = session.pipeline.over(loader)
 
         def submit(number: int) -> None:
             rows = (number * num_rows, (number + 1) * num_rows)

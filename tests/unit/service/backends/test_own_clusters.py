@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from service.domain.models import (
     JobStatus,
     Observation,
     ObservedState,
-    Project,
     QueueState,
 )
 from service.domain.retries import NextAttempt
 from service.errors import BackendUnreachable, SubmissionRefused
 from service.reconciler.submission import submission_of
-from service.scheduler.policy import Capacity, admit
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, queued_job, spec, spec_document
 from tests.harness.service import Api, House
@@ -58,44 +55,6 @@ class Maker:
         return (HostFacts("own-0", 8, 0, 1 << 33),)
 
 
-def _job(name: str, *, is_own: bool = True, **fields: Any) -> Job:
-    made = queued_job(
-        name=name,
-        parallelism={"workers": 2, "shard_group_size": 1},
-        resources=OWN if is_own else {},
-    )
-    return replace(made, **{"queued_at": NOW, **fields})
-
-
-def _running(name: str, **fields: Any) -> Job:
-    note = QueueState(workers=2).document
-    return _job(name, status=JobStatus.RUNNING, queue_note=note, started_at=NOW, **fields)
-
-
-def _started(*queued: Job, held: tuple[Job, ...] = (), room: Capacity, **quotas: int) -> set[str]:
-    projects = {"default": Project("default", **quotas)} if quotas else {}
-    return {each.job.name for each in admit(queued, held, projects, room, NOW).starts}
-
-
-FULL = Capacity((HostFacts("h", 2, 0, 1 << 30),))
-
-
-# ---- the spec
-
-
-@pytest.mark.parametrize("field", [{"queue": "ads"}, {"deadline_s": 60}])
-def test_what_only_own_clusters_have_needs_one(field: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"set resources\.cluster to own"):
-        spec(resources=field)
-    assert spec(resources={**OWN, **field}).resources.cluster == "own"
-
-
-@pytest.mark.parametrize("queue", ["", "Ads", "a_b", "x" * 64, "-a"])
-def test_queues_have_names_that_kubernetes_takes(queue: str) -> None:
-    with pytest.raises(SpecError):
-        spec(resources={**OWN, "queue": queue})
-
-
 # ---- who may ask for one
 
 
@@ -107,12 +66,6 @@ def test_a_backend_with_one_cluster_refuses_at_submission_and_in_a_dry_run(api: 
         assert (fault["path"], fault["code"]) == ("resources.cluster", "no_own_clusters")
         assert "SHARDLOOM_BACKEND=kuberay" in fault["message"]
     assert api.http.get("/v1/jobs").json()["items"] == []
-
-
-def test_a_job_that_is_cloned_onto_its_own_cluster_is_refused_as_well(api: Api) -> None:
-    job_id = api.submit()
-    change = {"set": {"resources.cluster": "own"}}
-    assert api.http.post(f"/v1/jobs/{job_id}:clone", json=change).status_code == 422
 
 
 def test_workers_that_fit_no_host_are_refused_and_silence_is_not() -> None:
@@ -142,27 +95,6 @@ def test_a_plan_is_made_for_the_cluster_that_the_job_will_have() -> None:
 
 
 # ---- the queue
-
-
-def test_jobs_with_own_clusters_wait_for_no_room_and_take_none() -> None:
-    busy = _running("busy", is_own=False)
-    assert _started(_job("own"), held=(busy,), room=FULL) == {"own"}
-    assert _started(_job("small", is_own=False), held=(_running("own"),), room=FULL) == {"small"}
-
-
-def test_they_pass_a_job_that_waits_for_room_and_never_make_way_for_it() -> None:
-    blocked = _job("blocked", is_own=False, priority=9, queued_at=NOW - 10_000)
-    held = (_running("busy", is_own=False, priority=9), _running("own-busy"))
-    admission = admit([blocked, _job("own")], held, {}, FULL, NOW)
-    assert [each.job.name for each in admission.starts] == ["own"]
-    assert admission.preemptions == [] and not admission.growth_limits
-
-
-def test_quotas_of_their_project_hold_for_them_too() -> None:
-    both = (_job("one"), _job("two"))
-    assert len(_started(*both, room=FULL, max_workers=3)) == 1
-    assert len(_started(*both, room=FULL, max_running_jobs=1)) == 1
-    assert len(_started(*both, room=FULL, max_workers=4)) == 2
 
 
 def test_a_shared_cluster_that_is_silent_holds_up_its_own_jobs_alone(house: House) -> None:
@@ -207,7 +139,7 @@ def _live(job: Job) -> tuple[Job, Any]:
 
 
 def test_why_a_cluster_does_not_start_is_the_message_of_its_job() -> None:
-    job, attempt = _live(_job("own"))
+    job, attempt = _live(queued_job(resources=OWN))
     kept = decide(job, attempt, Observation(ObservedState.PENDING, "pod x: Unschedulable"), NOW)
     assert kept.job.message == "pod x: Unschedulable"
     assert decide(kept.job, attempt, Observation(ObservedState.RUNNING), NOW).job.message == ""
@@ -225,7 +157,7 @@ def test_why_a_cluster_does_not_start_is_the_message_of_its_job() -> None:
 def test_a_backend_that_knows_why_an_attempt_failed_is_believed(
     reason: EndReason | None, status: JobStatus, num_failures: int
 ) -> None:
-    job, attempt = _live(_job("own"))
+    job, attempt = _live(queued_job(resources=OWN))
     seen = Observation(ObservedState.FAILED, "as it says", reason)
     ended = decide(job, attempt, seen, NOW + 60)
     assert (ended.job.status, ended.job.num_failures) == (status, num_failures)

@@ -290,18 +290,7 @@ def test_a_snapshot_holds_what_the_page_shows_and_a_later_one_adds_what_is_new(
         load_job(store, "job-nope", None)
 
 
-def test_of_a_long_timeline_the_newest_lines_are_read_with_submission_and_workers(
-    store: JobStore, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes = [Note(time=NOW, message=str(number)) for number in range(5)]
-    store.append_events(f"{job.id}-a0", batch(*notes, first_seq=2), NOW)
-    monkeypatch.setattr(snapshots, "MAX_LINES", 3)
-    read = load_job(store, job.id, None).timeline
-    assert [line.kind for line in read] == ["job_submitted", "workers_started", *["note"] * 3]
-    assert read[-1].message == "4"
-
-
-def test_a_timeline_that_is_followed_keeps_submission_workers_and_the_newest_lines(
+def test_of_a_long_timeline_submission_workers_and_the_newest_lines_are_read_and_kept(
     store: JobStore, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "MAX_LINES", 3)
@@ -312,6 +301,7 @@ def test_a_timeline_that_is_followed_keeps_submission_workers_and_the_newest_lin
         followed = load_job(store, job.id, followed)
     kinds = [line.kind for line in followed.timeline]
     assert kinds == ["job_submitted", "workers_started", *["note"] * 3]
+    assert load_job(store, job.id, None).timeline == followed.timeline
     assert [line.message for line in followed.timeline[-3:]] == ["2", "3", "4"]
     store.append_events(f"{job.id}-a0", batch(workers_started(), first_seq=7), NOW)
     again = load_job(store, job.id, followed)

@@ -192,9 +192,11 @@ def test_a_job_that_pauses_again_has_all_of_its_grace_again() -> None:
     assert decide(pausing, attempt, RUNNING, NOW + 500).action is Action.PAUSE
 
 
-def test_a_preempted_job_waits_again_with_its_old_place() -> None:
+def test_a_preempted_job_saves_in_time_and_waits_again_with_its_old_place() -> None:
     job, attempt = live_job(queued_at=NOW - 7)
     pausing = preempt(job, queued_job(priority=5), NOW, 120).job
+    asked = decide(pausing, attempt, RUNNING, NOW).job
+    assert decide(asked, attempt, RUNNING, NOW + 120).action is Action.STOP
     saved = reported(attempt, EndReason.PAUSED)
     ended = decide(pausing, saved, FAILED, NOW + 3)
     assert (ended.job.status, ended.job.waits_since) == (JobStatus.QUEUED, NOW - 7)

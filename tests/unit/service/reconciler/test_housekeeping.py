@@ -83,16 +83,6 @@ def test_a_run_comes_a_minute_after_the_one_before_whether_that_failed_or_not(
     assert caplog.text.count("cannot finish housekeeping, trying again") == 2
 
 
-def test_closing_ends_the_minute_between_two_runs(
-    store: JobStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    keeper = Housekeeper(store, Settings(), lambda: NOW)
-    keeper.start()
-    keeper._closing.set()
-    keeper._thread.join(scaled(20))
-    assert not keeper._thread.is_alive() and caplog.text == ""
-
-
 def test_a_database_that_is_away_is_tidied_up_later(
     store: JobStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -206,25 +206,6 @@ def test_a_database_of_a_newer_version_is_left_to_it(house: House) -> None:
     assert house.store.claim_live_jobs("new", lease_s=9, now=house.now, limit=9) == [running.id]
 
 
-def test_run_storage_that_answers_late_delays_a_submission_and_costs_no_attempt(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def late(path: Path, call: object) -> None:
-        raise TimeoutError(errno.ETIMEDOUT, "storage has not answered", str(path))
-
-    job = house.submit("running")
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "in_time", late)
-        house.poll(5, every_s=400.0)
-    waiting = house.store.get_job(job.id)
-    assert waiting.status is JobStatus.STARTING
-    assert "storage has not answered" in waiting.message
-    house.poll(2)
-    assert house.backend.attempt_ids() == [f"{job.id}-a0"]
-    assert house.store.get_job(job.id).message == ""
-    assert [each.end_reason for each in house.store.list_attempts(job.id)] == [None]
-
-
 @pytest.mark.parametrize("last", ["failed", "not_found"])
 def test_records_left_in_the_outbox_are_taken_before_the_end_is_decided(
     house: House, last: str
@@ -400,44 +381,29 @@ def test_a_pause_that_run_storage_does_not_take_is_said_once_and_asked_for_again
     assert house.store.get_job(job.id).message.endswith("save a checkpoint and leave")
 
 
-def test_files_that_cannot_be_read_hold_up_their_own_job_only_and_not_for_ever(
-    house: House, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", [OSError, ValidationError])
+def test_records_that_cannot_be_taken_hold_up_their_own_job_only_and_not_for_ever(
+    house: House, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
 ) -> None:
     job = house.submit("running", "failed")
     house.poll()
     house.leave(job, metrics(1, train_loss=0.5), stream="workers-0")
-    unreadable_stream(house, job, monkeypatch)
+    if fault is OSError:
+        unreadable_stream(house, job, monkeypatch)
+    else:
+        refuse = partial(EventBatch, stream="no stream", first_seq=0, events=[])
+        monkeypatch.setattr(JobStore, "append_events", lambda *_: refuse())
     reconciler = house.reconciler()
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(fault):
             for _ in range(3):
                 reconciler.reconcile(job.id)
-        assert house.store.metric_names(job.id) == ["train/loss"], "the other stream was taken"
+        is_taken = house.store.metric_names(job.id) == ["train/loss"]
+        assert is_taken == (fault is OSError), "the other stream was taken"
         house.now += PATIENCE_S
         reconciler.reconcile(job.id)
     finally:
         reconciler.close()
-    assert house.store.list_attempts(job.id)[0].end_reason is EndReason.DRIVER_LOST
-
-
-def test_records_of_which_a_model_makes_nothing_hold_their_job_up_no_longer(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = house.submit("running", "failed")
-    house.poll()
-    house.leave(job, metrics(1, train_loss=0.5))
-
-    def refuse(*_: object) -> None:
-        EventBatch(stream="no stream", first_seq=0, events=[])
-
-    monkeypatch.setattr(JobStore, "append_events", refuse)
-    reconciler = house.reconciler()
-    with pytest.raises(ValidationError):
-        for _ in range(3):
-            reconciler.reconcile(job.id)
-    house.now += PATIENCE_S
-    reconciler.reconcile(job.id)
-    reconciler.close()
     assert house.store.list_attempts(job.id)[0].end_reason is EndReason.DRIVER_LOST
 
 

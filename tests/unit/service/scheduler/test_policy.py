@@ -125,17 +125,17 @@ def test_a_start_is_expected_when_enough_running_jobs_have_ended_and_not_guessed
     assert set(expected(*held, max_running_jobs=3).values()) == {None}, "a quota holds them back"
 
 
-def broken(made: Job, section: str, **values: Any) -> Job:
-    """A job as an earlier version may have stored it."""
-    changed = getattr(made.spec, section).model_copy(update=values)
-    return replace(made, spec=made.spec.model_copy(update={section: changed}))
+def changed(made: Job, section: str, **values: Any) -> Job:
+    """A job with other values in a section of its spec, as an earlier version may have stored."""
+    other = getattr(made.spec, section).model_copy(update=values)
+    return replace(made, spec=made.spec.model_copy(update={section: other}))
 
 
 def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
     vast = {"workers": 10**400}
-    held = broken(running("held"), "parallelism", **vast)
-    tiny = broken(job("tiny", priority=9), "resources", cpus_per_worker=1e-320)
-    queued = [tiny, job("innocent"), broken(job("vast", priority=9), "parallelism", **vast)]
+    held = changed(running("held"), "parallelism", **vast)
+    tiny = changed(job("tiny", priority=9), "resources", cpus_per_worker=1e-320)
+    queued = [tiny, job("innocent"), changed(job("vast", priority=9), "parallelism", **vast)]
     found = decide(queued, [replace(held, queue_note=QueueState())], cluster(4))
     assert started(found) == ["innocent"]
     assert "OverflowError" in reasons(found)["tiny"]
@@ -146,7 +146,7 @@ def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
 
 
 def test_nothing_starts_onto_a_running_job_that_cannot_be_looked_at() -> None:
-    held = broken(running("held", 3), "parallelism", shard_group_size="no number")
+    held = changed(running("held", 3), "parallelism", shard_group_size="no number")
     quota = Project("default", max_workers=4)
     for capacity, *quotas in ((cluster(4),), (Capacity(max_workers=4),), (Capacity(), quota)):
         found = decide([job("next")], [held], capacity, *quotas)
@@ -366,6 +366,37 @@ def test_while_a_job_makes_way_nobody_else_takes_its_room_or_is_stopped() -> Non
     queued = [job("urgent", 4, priority=5), job("small", 1)]
     found = decide(queued, held, cluster(7))
     assert (started(found), found.preemptions) == ([], [])
+
+
+# ---- clusters of jobs' own
+
+
+def own(made: Job) -> Job:
+    return changed(made, "resources", cluster="own")
+
+
+def test_jobs_with_own_clusters_wait_for_no_room_and_take_none() -> None:
+    assert started(decide([own(job("own"))], [running()], cluster(2))) == ["own"]
+    assert started(decide([job("small")], [own(running())], cluster(2))) == ["small"]
+
+
+def test_they_pass_a_job_that_waits_for_room_and_never_make_way_for_it() -> None:
+    blocked = job("blocked", priority=9, age_s=10_000)
+    held = [running(priority=9), own(running())]
+    admission = decide([blocked, own(job("own"))], held, cluster(2))
+    assert started(admission) == ["own"]
+    assert admission.preemptions == [] and not admission.growth_limits
+
+
+def test_quotas_of_their_project_hold_for_them_too() -> None:
+    both = [own(job("one")), own(job("two"))]
+    for limit, number in (
+        ({"max_workers": 3}, 1),
+        ({"max_running_jobs": 1}, 1),
+        ({"max_workers": 4}, 2),
+    ):
+        found = decide(both, [], cluster(2), Project("default", **limit))
+        assert len(started(found)) == number
 
 
 # ---- what holds for any queue

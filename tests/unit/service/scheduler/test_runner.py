@@ -11,7 +11,7 @@ import pytest
 
 from service.backends.fake import Script
 from service.db.projects import ProjectStore, hold_lock
-from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
+from service.domain.models import Job, JobStatus, Project, QueueState
 from service.errors import LockLost
 from service.observability.metrics import ServiceMetrics
 from service.scheduler import runner
@@ -277,19 +277,6 @@ def test_a_job_that_somebody_writes_while_it_is_started_holds_up_no_other(house:
     queue.admit()
     queue.close()
     assert (house.status(first), house.status(second)) == (JobStatus.QUEUED, JobStatus.STARTING)
-
-
-def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: House) -> None:
-    offer(house, 4)
-    low = submit(house)
-    house.poll()
-    urgent = submit(house, priority=5)
-    house.poll(3, every_s=house.settings.pause_grace_s / 2)
-    house.poll(2)
-    assert house.record(low).num_stops > 0
-    assert house.store.get_attempt(f"{low.id}-a0").end_reason is EndReason.PAUSED
-    house.poll()
-    assert house.status(urgent) is JobStatus.STARTING
 
 
 def test_an_attempt_after_a_shortage_of_memory_runs_another_spec(house: House) -> None:

@@ -46,9 +46,6 @@ from tests.harness.service import Api, problem_in
 
 pytestmark = pytest.mark.every_database(slow=True)
 
-# ---- what is sent
-
-
 # ---- what follows from a try
 
 

@@ -78,6 +78,9 @@ training=3 => training model_type a mapping of fields
 data.batch_size=1{"0" * 400} => data.batch_size bounds
 resources.cpus_per_worker=1.0e-320 => resources.cpus_per_worker bounds
 resources.cpus_per_worker=1.0e+300 => resources.cpus_per_worker bounds
+resources.queue=ads => resources.queue shared_cluster set resources.cluster to own
+resources.deadline_s=60 => resources.deadline_s shared_cluster set resources.cluster to own
+resources={{cluster: own, queue: a_b}} => resources.queue string_pattern_mismatch
 recovery.min_hang_s=1.0e+300 => recovery.min_hang_s bounds at most 1e+09
 parallelism.workers=16386 => parallelism.workers bounds at most 16384
 parallelism.workers={{min: 2, max: 1{"0" * 400}}} => parallelism.workers.max bounds

@@ -14,11 +14,12 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI
@@ -214,26 +215,17 @@ async def _lifespan(
     sender = WebhookSender(
         context.webhooks, context.security.master, context.settings, context.telemetry
     )
-    wal.start()
-    reconciler.start()
-    runner.start()
-    sender.start()
-    context.exports.start()
-    context.planner.start()
-    try:
+    parts: list[Any] = [wal, context.planner, context.exports, sender, reconciler, runner]
+    with ExitStack() as ends:
+        ends.callback(context.store.close)
+        ends.callback(context.backend.close)
+        ends.callback(context.security.audit.flush)
+        ends.callback(context.tracing.close)
+        for part in parts:
+            part.start()
+            ends.callback(part.close)
+        ends.callback(context.closing.set)
         yield
-    finally:
-        context.closing.set()
-        runner.close()
-        reconciler.close()
-        sender.close()
-        context.exports.close()
-        context.planner.close()
-        wal.close()
-        context.tracing.close()
-        context.security.audit.flush()
-        context.backend.close()
-        context.store.close()
 
 
 def build_app(settings: Settings) -> FastAPI:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,6 +85,21 @@ class Stack:
         """SIGKILL the service; Ray and the jobs on it go on."""
         os.kill(self.state.service.pid, signal.SIGKILL)
         wait_for(lambda: self._local.running() is None, "the service to be gone")
+
+    @contextmanager
+    def shardloom(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """A command of the CLI, killed if it still runs at the end of the block."""
+        with subprocess.Popen(
+            [sys.executable, "-m", "service.cli", *arguments],
+            env=os.environ | {"SHARDLOOM_URL": self.client.base_url, "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as command:
+            try:
+                yield command
+            finally:
+                command.kill()
 
     def submit(self, data: Path, *overrides: str) -> JobDetail:
         document = yaml.safe_load(EXAMPLE_SPEC.read_text())

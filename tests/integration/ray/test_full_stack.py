@@ -6,8 +6,6 @@ import gzip
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -190,17 +188,10 @@ def check_what_was_told(stack: Stack, job: JobDetail) -> None:
     assert any(f"step {job.progress.total_steps}/" in line.text for line in logs.lines)
 
 
-def submitted(stack: Stack, data: Path, *overrides: str) -> subprocess.Popen[str]:
+def submit(data: Path, *overrides: str) -> list[str]:
     """`shardloom submit --wait` of a job."""
-    command = [sys.executable, "-m", "service.cli", "submit", "--wait", str(EXAMPLE_SPEC)]
     changes = [f"--set={change}" for change in (f"data.path={data}", *overrides)]
-    return subprocess.Popen(
-        [*command, *changes],
-        env=os.environ | {"SHARDLOOM_URL": stack.client.base_url},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return ["submit", "--wait", str(EXAMPLE_SPEC), *changes]
 
 
 @pytest.mark.scenario
@@ -210,7 +201,7 @@ def test_one_job_outlives_worker_controller_driver_and_service_and_the_next_find
 ) -> None:
     all_room = "resources.cpus_per_worker=4"  # nothing that is dead may keep any
     settings = (*LONG, *TWO_WORKERS, "name=outlives", all_room)
-    with submitted(stack, small_movielens, *settings) as command:
+    with stack.shardloom(*submit(small_movielens, *settings)) as command:
         job = wait_for(lambda: next(stack.client.iter_jobs(name="outlives"), None), "the job")
         before_worker = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
         os.kill(stack.pid(before_worker, "rank-1"), signal.SIGKILL)
@@ -251,7 +242,7 @@ def test_one_job_outlives_worker_controller_driver_and_service_and_the_next_find
         return _processes_of_ray(stack, "ray::IDLE")
 
     warm = wait_for(lambda: idle() if len(idle()) >= 2 else None, "workers for the next job", 60)
-    with submitted(stack, spoiled_movielens, *SMALL, *TWO_WORKERS) as command:
+    with stack.shardloom(*submit(spoiled_movielens, *SMALL, *TWO_WORKERS)) as command:
         _, messages = command.communicate(timeout=scaled(180))
     assert command.returncode == 1
     assert "part-00000.parquet, row 5, column 'rating'" in messages

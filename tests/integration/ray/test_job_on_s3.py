@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +37,10 @@ def store(stack: Stack) -> Iterator[ObjectStore]:
         yield store
 
 
-def shardloom(stack: Stack, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "service.cli", *arguments],
-        env=os.environ | {"SHARDLOOM_URL": stack.client.base_url, "COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-@contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """No process is left behind by a test that fails before it has read the output."""
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def output_of(process: subprocess.Popen[str], timeout_s: float = 120) -> str:
-    output, _ = process.communicate(timeout=timeout_s)
-    assert process.returncode == 0, output
-    return output
+    output, messages = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, output + messages
+    return output + messages
 
 
 def run_command(store: ObjectStore) -> list[str]:
@@ -105,10 +83,11 @@ def test_data_and_checkpoints_on_s3_through_a_kill_to_served_predictions(
 ) -> None:
     csv = small_movielens.parent / "csv"
     prepare = ["data", "prepare", "movielens", str(csv), store.url("movielens")]
-    output_of(shardloom(stack, *prepare))
+    with stack.shardloom(*prepare) as preparing:
+        output_of(preparing)
     with (
         store.failing(**TROUBLE) as seen,
-        ended(shardloom(stack, *run_command(store))) as following,
+        stack.shardloom(*run_command(store)) as following,
     ):
         job = job_of(stack, "on-s3")
         reached = stack.wait_for_step(job.id, 2 * EVERY + 5, limit_s=240)
@@ -126,11 +105,13 @@ def test_data_and_checkpoints_on_s3_through_a_kill_to_served_predictions(
     folder = Location.parse(store.url("runs")) / job.id / "checkpoints"
     markers = [file for file in folder.list(recursive=True) if file.name == COMMIT_MARKER]
     assert sorted(each.path for each in saved) == sorted(str(file.parent) for file in markers)
-    listed = output_of(shardloom(stack, "checkpoints", job.id))
+    with stack.shardloom("checkpoints", job.id) as listing:
+        listed = output_of(listing)
     assert all(str(each.step) in listed for each in saved)
 
     exported = tmp_path / "export"
-    output_of(shardloom(stack, "export", job.id, "--to", str(exported)))
+    with stack.shardloom("export", job.id, "--to", str(exported)) as exporting:
+        output_of(exporting)
     table = pq.read_table(small_movielens / "validation")
     # 0 is what the vocabulary does not know.
     rows = table.filter(pc.greater(table["movie_id"], 0)).slice(0, 50)

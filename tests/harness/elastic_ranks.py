@@ -107,7 +107,7 @@ def live(life: RankLife) -> None:
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr, force=True)
     logging.getLogger("trainer").setLevel(logging.INFO)
     # As workers on Ray do.
-    os.environ.update(life.config.secrets)
+    os.environ.update(life.config.secrets.values)
     record = Recorder(life)
     record("started", pid=os.getpid())
     listener = ControlListener(life)

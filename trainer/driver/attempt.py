@@ -34,7 +34,7 @@ from trainer.protocol.requests import ResizeRequest
 from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.protocol.untrusted import read_untrusted
 from trainer.protocol.versions import versions_here
-from trainer.protocol.worker_config import GroupConfig, WorkerConfig
+from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 
@@ -112,7 +112,7 @@ class DriverContext:
     token: str = field(default="", repr=False)
     ca_file: str | None = None
     cluster_max_workers: int | None = None
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    secrets: SecretEnv = field(default_factory=SecretEnv)
     is_mirrored: bool = False
     claim: str = field(default_factory=partial(token_urlsafe, 32), repr=False)
 

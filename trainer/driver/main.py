@@ -62,6 +62,7 @@ from trainer.protocol.mirror import MirrorThread
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import RunDir, write_whole
 from trainer.protocol.versions import check_versions, installed_versions
+from trainer.protocol.worker_config import SecretEnv
 from trainer.sinks import open_sinks
 from trainer.sinks.base import Feed
 from trainer.spec.base import SpecError
@@ -384,8 +385,8 @@ def with_secrets(context: DriverContext) -> DriverContext:
         return context
     url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"
     with context.connect(POST_TIMEOUT_S) as http:
-        secrets = claim(http, url, {"claim": context.claim}, "secrets")
-    os.environ.update(secrets)
+        secrets = SecretEnv(claim(http, url, {"claim": context.claim}, "secrets"))
+    os.environ.update(secrets.values)
     return replace(context, secrets=secrets)
 
 

@@ -149,7 +149,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     # Collectives of NCCL that are remembered, for the log of a worker that hangs in one.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     worker = config["worker"]
-    os.environ.update(worker.secrets)
+    os.environ.update(worker.secrets.values)
     rank = ray.train.get_context().get_world_rank()
     # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
     host = ray.util.get_node_ip_address()

@@ -78,7 +78,7 @@ class Interval:
     train_s: float = 0.0
 
     def after(self, earlier: Interval) -> Interval:
-        """Both as one."""
+        """Both as one: each field is a sum."""
         return Interval(*map(add, vars(earlier).values(), vars(self).values()))
 
 

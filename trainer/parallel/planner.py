@@ -589,9 +589,9 @@ class Bandwidths(GeneralizedCommsBandwidth):
     inter_host: float | None = None
 
     @classmethod
-    def of(cls, *bytes_per_s: float) -> Bandwidths:
-        """Those in bytes/s of memory, intra_host and inter_host."""
-        return cls(*(each / 1000 for each in bytes_per_s))
+    def of(cls, memory: float, intra_host: float, inter_host: float) -> Bandwidths:
+        """Those given in bytes/s."""
+        return cls(memory / 1000, intra_host / 1000, inter_host / 1000)
 
     @property
     def intra_host_bw(self) -> float:

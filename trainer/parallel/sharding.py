@@ -171,6 +171,7 @@ class BagSharder(EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> GroupShardedBags:
+        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
         return GroupShardedBags(
             module=module,
             table_name_to_parameter_sharding=params,

@@ -1,7 +1,7 @@
 """What the driver gives every worker: configuration, its sharding group, secrets.
 
-Ray pickles it, so it loads no engine. Secrets are in no `repr`: not in Ray's dashboard, which shows
-that of a Train run's configuration, and not in a log.
+Ray pickles it, so it loads no engine. Secrets travel in an object that never shows its values: not
+in Ray's dashboard, which shows the configuration of a Train run, and not in a log.
 """
 
 from __future__ import annotations
@@ -15,6 +15,19 @@ from trainer.protocol.mirror import MirrorConfig
 from trainer.spec.job import JobSpec
 
 ACTOR_NAMESPACE = "shardloom"
+
+
+@dataclass(frozen=True, repr=False)
+class SecretEnv:
+    """Environment variables with secret values, which `repr` leaves out.
+
+    Workers unpickle it before versions are compared, so it stays as older hosts know it.
+    """
+
+    values: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"SecretEnv({', '.join(sorted(self.values))})"
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class WorkerConfig:
     run_index: int
     group: GroupConfig | None = None
     watch_address: str | None = None
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    secrets: SecretEnv = SecretEnv()
     versions: Mapping[str, str] = field(default_factory=dict)
     token: bytes = field(default=b"", repr=False)
     cluster: Mapping[str, Any] | None = None

@@ -20,6 +20,7 @@ from tests.harness.elastic import ElasticHarness
 from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
 from tests.harness.object_store import run_object_store
 from trainer.fault_injection import Kind, Phase
+from trainer.protocol.worker_config import SecretEnv
 
 NUM_JOBS = int(os.environ.get("SHARDLOOM_CHAOS_JOBS", "1"))
 SEED = os.environ.get("SHARDLOOM_CHAOS_SEED")
@@ -72,12 +73,12 @@ def job(
     """A job with some rows to spare; with a network its checkpoints go to a host of their own."""
     settings = ["training.epochs=4", "checkpoint.every_steps=10", *sync]
     with ExitStack() as stack:
-        secrets = dict[str, str]()
+        secrets = SecretEnv()
         if network:
             where = network.addresses[STORE_HOST], network.network(STORE_HOST)
             store = stack.enter_context(run_object_store(*where))
             settings.append(f"checkpoint.path={store.url(folder.name)}")
-            secrets = store.environment
+            secrets = SecretEnv(store.environment)
         config = elastic_config(data, folder / "run", num_groups, num_ranks, *settings)
         config = replace(config, secrets=secrets)
         yield stack.enter_context(

@@ -33,7 +33,7 @@ from trainer.protocol import requests
 from trainer.protocol.events import Metrics, Recovered, SyncIntervalChanged
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
-from trainer.protocol.worker_config import GroupConfig, WorkerConfig
+from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
 from trainer.training.worker import groups_of
 
 TIMEOUT_S = 60.0
@@ -105,7 +105,7 @@ def test_groups_go_on_from_what_the_leader_saved_to_s3_and_share_its_validation(
     settings = (ONE_EPOCH, "checkpoint.every_steps=1000000")
     saved_to = f"checkpoint.path={store.url('runs')}"
     config = elastic_config(small_movielens, tmp_path / "run", 2, 1, *settings, saved_to)
-    config = replace(config, secrets=store.environment)
+    config = replace(config, secrets=SecretEnv(store.environment))
     with store.failing(rates={"503": 0.05, "cut": 0.02}, seed=1):
         paused_at = _pause(config, tmp_path)
     last = replace(config, attempt_id="job-x-a1")

@@ -102,7 +102,7 @@ def _drive(service: TlsService, job_id: str) -> None:
     context = DriverContext.from_env(record.env)
     assert context.token not in repr(context)
     context = with_secrets(context)
-    assert context.secrets == {"DB_PASSWORD": "hunter2hunter2"}
+    assert context.secrets.values == {"DB_PASSWORD": "hunter2hunter2"}
     assert "hunter2" not in repr(context)
     assert os.environ.pop("DB_PASSWORD") == "hunter2hunter2"
     writer = EventWriter(context.files.stream_path("driver"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pickle
 from pathlib import Path
 
 import httpx
@@ -16,6 +16,7 @@ from trainer.driver.main import with_secrets
 from trainer.failures import EndReason
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import STACK, check_versions
+from trainer.protocol.worker_config import SecretEnv
 
 URL = "http://service/v1/attempts/job-1-a0/secrets"
 
@@ -40,7 +41,7 @@ class Service:
         clock = FakeClock()
         with httpx.Client(transport=httpx.MockTransport(self.answer)) as http:
             patience = {"patience_s": 10.0, "wait": clock.sleep, "clock": clock}
-            return claim(http, URL, {"claim": "c" * 43}, "secrets", **patience)
+            return dict(claim(http, URL, {"claim": "c" * 43}, "secrets", **patience))
 
 
 def test_a_service_that_comes_back_gives_the_secrets_to_the_same_claim() -> None:
@@ -57,19 +58,21 @@ def test_a_refusal_ends_the_attempt_at_once_and_patience_has_an_end() -> None:
         Service(*[0] * 6).fetch()
 
 
-def test_workers_get_secrets_and_a_token_of_their_attempt_that_are_shown_nowhere(
-    tmp_path: Path,
-) -> None:
+def test_values_are_shown_nowhere_but_reach_the_workers() -> None:
+    secrets = SecretEnv({"PASSWORD": "hunter2"})
+    for text in (repr(secrets), str(secrets), f"{[secrets]}"):
+        assert "hunter2" not in text
+        assert "PASSWORD" in text
+    assert pickle.loads(pickle.dumps(secrets)).values == {"PASSWORD": "hunter2"}
+
+
+def test_the_token_of_workers_is_another_for_each_attempt_and_shown_nowhere(tmp_path: Path) -> None:
     attempts = [attempt_in(tmp_path / name, spec()) for name in "ab"]
     tokens = [attempt.config(0).token for attempt in attempts]
     assert tokens == [attempt.token for attempt in attempts]
     assert len(set(tokens)) == 2 and min(map(len, tokens)) == 32
-    context = replace(attempts[0].context, secrets={"PASSWORD": "hunter2"})
-    attempt = replace(attempts[0], context=context)
-    assert attempt.config(0).secrets == {"PASSWORD": "hunter2"}
-    for shown in (attempt, attempt.config(0)):
+    for shown in (attempts[0], attempts[0].config(0)):
         assert str(tokens[0]) not in repr(shown) and "token=" not in repr(shown)
-        assert "hunter2" not in repr(shown)
 
 
 def test_a_job_without_secrets_asks_for_none(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def job_of(row: RowMapping) -> Job:
     """A job from `jobs` joined with `job_progress`; raises `JobUnreadable`."""
     try:
         progress = {name: row[name] for name in _PROGRESS_FIELDS}
-        note = row["queue_note"] or {}  # What a later version added to it is ignored.
+        note = row["queue_note"] or {}  # What a later version added is dropped.
         parts = {"spec": _spec_of(row["spec"]), "progress": progress, "queue_note": note}
         return _JOB.validate_python({**row, **parts})
     except ValidationError as error:

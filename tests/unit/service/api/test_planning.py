@@ -193,7 +193,12 @@ OPEN_SPECS = (
     job(4, "auto", placement="intra_host", resources={"device": "cpu"}),
     job({"min": 2, "max": 4}, "auto", placement="auto", survive={"hosts": 1}),
     spec(
-        parallelism={"workers": 2, "shard_group_size": "auto", "placement": "inter_host"},
+        parallelism={
+            "workers": 2,
+            "shard_group_size": "auto",
+            "placement": "inter_host",
+            "planner": {"compute_kernel": "auto"},
+        },
         resources={"device": "cuda"},
         embedding_tables=[{"name": "users", "num_embeddings": 3 * 10**8, "embedding_dim": 8}],
     ),

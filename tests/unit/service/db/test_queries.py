@@ -64,6 +64,14 @@ def test_the_columns_of_queue_and_progress_read_back(store: JobStore) -> None:
     assert store.get_attempt(attempt.id) == attempt
 
 
+def test_a_queue_note_of_a_later_version_is_read(store: JobStore) -> None:
+    job = store_job(store, replace(queued_job(), queue_note=QueueState(num_free=2)))
+    note = {"num_free": 2, "of_a_later_version": [1]}
+    with store.engine.begin() as connection:
+        connection.execute(update(jobs).values(queue_note=note))
+    assert store.get_job(job.id) == job
+
+
 # ---- lists
 
 

@@ -162,6 +162,14 @@ def test_damaged_code_is_never_handed_to_the_cluster(api: Api, archive: bytes, c
     assert "submit again with `shardloom submit --code DIR`" in job.message
 
 
+def test_a_repeated_submit_is_answered_though_its_upload_is_gone(api: Api, code: str) -> None:
+    body, headers = {"spec": module_spec(code)}, {"Idempotency-Key": "k"}
+    first = api.http.post("/v1/jobs", json=body, headers=headers)
+    kept_upload(api).unlink()
+    again = api.http.post("/v1/jobs", json=body, headers=headers)
+    assert (again.status_code, again.json()["id"]) == (201, first.json()["id"])
+
+
 def test_a_clone_takes_the_code_of_its_job_where_the_upload_is_gone(
     api: Api, archive: bytes, code: str
 ) -> None:

@@ -130,9 +130,9 @@ def _with_workers(job: Job, event: events.WorkersStarted, now: float) -> Job:
         # this the job trained nothing that a checkpoint should have.
         progress = replace(progress, advanced_at=now, checkpoint_at=now)
         job = replace(job, status=JobStatus.RUNNING)
-    return replace(
-        job, progress=progress, started_at=now if job.started_at is None else job.started_at
-    )
+    # Its own time: a recovered job's records are old.
+    started_at = event.time if job.started_at is None else job.started_at
+    return replace(job, progress=progress, started_at=started_at)
 
 
 def _reported_end(event: events.AttemptEnded, now: float) -> ReportedEnd:

@@ -139,14 +139,15 @@ def shortage(
 
 
 def cluster_answers() -> bool:
-    """Whether somebody listens at the cluster's address (GCS)."""
+    """Whether somebody listens at the cluster's address (GCS) and knows of a node that is alive."""
     import ray
+    from ray.exceptions import RayError
 
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S):
-            return True
-    except OSError:
+            return any(node["Alive"] for node in ray.nodes())
+    except (OSError, RayError):
         return False
 
 

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import ray
 import ray.util
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from trainer import failures
 from trainer.driver.attempt import Attempt, AttemptFailed, warn
 from trainer.driver.cluster import NODE_ID_LABEL
 from trainer.driver.process_log import start_log
+from trainer.driver.ray_train import leave_with_cluster
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, prepare_process
@@ -69,7 +70,10 @@ class RayCoordinator:
     """
 
     def __init__(self, attempt: Attempt, run_index: int) -> None:
-        """Start it and wait until it listens; raises `AttemptFailed` when it does not."""
+        """Start it and wait until it listens; raises `AttemptFailed` when it does not.
+
+        Raises `Evicted` where the cluster is gone.
+        """
         self._token, self._writer = attempt.token, attempt.writer
         self._silent_s = max(_SILENT_S, 2 * attempt.spec.recovery.heartbeat_timeout_s)
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
@@ -92,8 +96,13 @@ class RayCoordinator:
         try:
             ray.get(self._actor.get_address.remote(), timeout=_START_S)
         except RayError as error:
+            in_time = ""
+            if isinstance(error, GetTimeoutError):
+                in_time = f" within {_START_S:.0f} s"
+            else:  # it has died, which it does with the head node alone
+                leave_with_cluster(error)
             message = (
-                f"the coordinator of the groups did not start within {_START_S:.0f} s "
+                f"the coordinator of the groups did not start{in_time} "
                 f"({failures.described(error)}): is the head node short of CPUs or memory, or run "
                 "storage away? The log `coordinator` and Ray's own say more"
             )

@@ -85,7 +85,7 @@ def start_warm_workers(num_workers: int) -> None:
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     request = PrestartWorkersRequest(
-        num_workers=math.ceil(num_workers / len(nodes)), keep_alive_duration_secs=WARM_S
+        num_workers=math.ceil(num_workers / max(1, len(nodes))), keep_alive_duration_secs=WARM_S
     )
     inherited = json.loads(ray.get_runtime_context().get_runtime_env_string())
     request.runtime_env_info.serialized_runtime_env = serialized_worker_environment(inherited)

@@ -257,6 +257,14 @@ def in_thread(work: Callable[[], Result], name: str) -> Future[Result]:
     return future
 
 
+def leave_with_cluster(error: BaseException) -> None:
+    """Raise `Evicted` where all of the cluster is gone, not only what `error` tells of."""
+    # Its parts go one by one, and this driver is among them.
+    time.sleep(CLUSTER_LOSS_GRACE_S)
+    if not cluster_answers():
+        raise Evicted(f"the cluster is gone: {first_line(error)}") from error
+
+
 def launch(run: TrainRun) -> Future[Failure | None]:
     return in_thread(partial(train, run), run.name)
 
@@ -272,10 +280,7 @@ def train(run: TrainRun) -> Failure | None:
         logger.error("%s: %s", run.name, error)
         return classify(error)
     except RayError as error:  # the controller itself is gone, alone or with the cluster
-        # When the whole cluster goes, its parts go one by one, and this driver is among them.
-        time.sleep(CLUSTER_LOSS_GRACE_S)
-        if not cluster_answers():
-            raise Evicted(f"the cluster is gone: {first_line(error)}") from error
+        leave_with_cluster(error)
         free_placements_of_the_dead()
         return Failure(_reason_of_death(error), f"Ray Train was lost: {first_line(error)}")
     return None

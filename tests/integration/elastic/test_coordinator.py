@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 import uvloop
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from tests.harness.files import records_in
 from tests.harness.processes import die_with_parent
@@ -49,10 +49,11 @@ from trainer.coordination.messages import (
     RoundResult,
     Vote,
 )
-from trainer.driver import coordinator_actor
+from trainer.driver import coordinator_actor, ray_train
 from trainer.driver.attempt import Attempt, AttemptFailed, DriverContext
 from trainer.driver.coordinator_actor import CoordinatorActor, RayCoordinator
 from trainer.driver.job_runner import HangMonitor
+from trainer.driver.ray_train import Evicted
 from trainer.elastic import group_session
 from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
@@ -183,6 +184,23 @@ def test_a_coordinator_that_does_not_start_costs_a_try_and_no_job(
     with pytest.raises(AttemptFailed, match="did not start within 60 s") as caught:
         RayCoordinator(attempt, 0)
     assert caught.value.failure.reason == EndReason.WORKERS_LOST
+
+
+def test_a_coordinator_that_goes_with_the_cluster_ends_the_attempt_without_a_failure(
+    small_movielens: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(coordinator_actor, "ray", Mock())
+    ray: Any = coordinator_actor.ray
+    ray.util.get_node_ip_address.return_value = "127.0.0.1"
+    ray.get.side_effect = ActorDiedError()
+    monkeypatch.setattr(ray_train, "CLUSTER_LOSS_GRACE_S", 0.0)
+    attempt = attempt_of(make_config(small_movielens, tmp_path, "parallelism.placement=inter_host"))
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        context = Mock(gcs_address=f"127.0.0.1:{gcs.getsockname()[1]}")
+        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+        monkeypatch.setattr("ray.nodes", lambda: [{"Alive": False}])
+        with pytest.raises(Evicted, match="the cluster is gone"):
+            RayCoordinator(attempt, 0)
 
 
 def test_a_coordinator_that_has_not_answered_for_long_is_started_again_and_given_time_anew(

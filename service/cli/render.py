@@ -117,7 +117,8 @@ def _progress_text(job: JobSummary) -> str:
     progress = job.progress
     if not progress.total_steps:
         return ""
-    parts = [f"{progress.percent:.0f} %", f"{wording.compact(progress.rows)} rows"]
+    # Truncated, so that 100 % means done.
+    parts = [f"{int(progress.percent)} %", f"{wording.compact(progress.rows)} rows"]
     return "  ".join(filter(None, [*parts, wording.eta_text(progress)]))
 
 

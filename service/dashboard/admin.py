@@ -154,13 +154,24 @@ class SettingsPage:
                     ui.label(str(refused)).classes("notice tone-warn")
 
     async def _change(
-        self, show: Show, method: str, path: str, done: str = "", **options: Any
+        self,
+        show: Show,
+        method: str,
+        path: str,
+        done: str = "",
+        dialog: ui.dialog | None = None,
+        **options: Any,
     ) -> Any:
-        """Send a request and show the section anew; what it answers, None if it was refused."""
+        """Send a request and show the section anew; what it answers, None if it was refused.
+
+        The dialog that it comes from is then opened again, with what was typed.
+        """
         try:
             answer = await self._rest.send(method, path, **options)
         except Refused as refused:
             ui.notify(str(refused), type="warning", multi_line=True)
+            if dialog:
+                dialog.open()
             return None
         if done:
             ui.notify(done)
@@ -216,10 +227,11 @@ class SettingsPage:
         }
         name = (self._quota_name.value or "").strip()
         if not name or "/" in name:
-            ui.notify("Name the project.", type="warning")
+            ui.notify("Name the project, without a slash.", type="warning")
             self._quota_dialog.open()
             return
-        await self._change(self._show_projects, "PUT", path_of("projects", name), json=body)
+        path, dialog = path_of("projects", name), self._quota_dialog
+        await self._change(self._show_projects, "PUT", path, dialog=dialog, json=body)
 
     # ---- API keys
 
@@ -269,7 +281,9 @@ class SettingsPage:
             "roles": {(self._key_project.value or "").strip(): self._key_role.value},
             "expires_in_s": days * 86_400 or None,
         }
-        made = await self._change(self._show_keys, "POST", "/v1/keys", json=body)
+        made = await self._change(
+            self._show_keys, "POST", "/v1/keys", dialog=self._key_dialog, json=body
+        )
         if made:
             _show_once("The key", made["key"])
 
@@ -314,7 +328,9 @@ class SettingsPage:
             "project": (self._hook_project.value or "").strip(),
             "kinds": kinds,
         }
-        made = await self._change(self._show_webhooks, "POST", "/v1/webhooks", json=body)
+        made = await self._change(
+            self._show_webhooks, "POST", "/v1/webhooks", dialog=self._webhook_dialog, json=body
+        )
         if made:
             _show_once("The secret", made["secret"])
 

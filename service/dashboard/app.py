@@ -172,6 +172,8 @@ def mount(app: FastAPI) -> None:
         dark=None,
         tailwind=False,
         show_welcome_message=False,
+        # NiceGUI takes 0.4 of it for the time in which a busy browser or service has to answer.
+        reconnect_timeout=10.0,
     )
 
 

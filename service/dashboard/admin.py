@@ -159,19 +159,19 @@ class SettingsPage:
         method: str,
         path: str,
         done: str = "",
-        dialog: ui.dialog | None = None,
+        from_dialog: ui.dialog | None = None,
         **options: Any,
     ) -> Any:
         """Send a request and show the section anew; what it answers, None if it was refused.
 
-        The dialog that it comes from is then opened again, with what was typed.
+        `from_dialog` is then opened again, with what was typed.
         """
         try:
             answer = await self._rest.send(method, path, **options)
         except Refused as refused:
             ui.notify(str(refused), type="warning", multi_line=True)
-            if dialog:
-                dialog.open()
+            if from_dialog:
+                from_dialog.open()
             return None
         if done:
             ui.notify(done)
@@ -230,8 +230,8 @@ class SettingsPage:
             ui.notify("Name the project, without a slash.", type="warning")
             self._quota_dialog.open()
             return
-        path, dialog = path_of("projects", name), self._quota_dialog
-        await self._change(self._show_projects, "PUT", path, dialog=dialog, json=body)
+        path, opened = path_of("projects", name), self._quota_dialog
+        await self._change(self._show_projects, "PUT", path, from_dialog=opened, json=body)
 
     # ---- API keys
 
@@ -282,7 +282,7 @@ class SettingsPage:
             "expires_in_s": days * 86_400 or None,
         }
         made = await self._change(
-            self._show_keys, "POST", "/v1/keys", dialog=self._key_dialog, json=body
+            self._show_keys, "POST", "/v1/keys", from_dialog=self._key_dialog, json=body
         )
         if made:
             _show_once("The key", made["key"])
@@ -329,7 +329,7 @@ class SettingsPage:
             "kinds": kinds,
         }
         made = await self._change(
-            self._show_webhooks, "POST", "/v1/webhooks", dialog=self._webhook_dialog, json=body
+            self._show_webhooks, "POST", "/v1/webhooks", from_dialog=self._webhook_dialog, json=body
         )
         if made:
             _show_once("The secret", made["secret"])

@@ -135,6 +135,12 @@ def workers_by_host(job: Job) -> Mapping[str, int]:
     return found if found.total() <= held else {}
 
 
+def is_starting(job: Job) -> bool:
+    """Whether a job was given capacity of the shared cluster that its workers may not hold yet."""
+    is_new = job.status in (JobStatus.QUEUED, JobStatus.STARTING)
+    return is_new and not has_own_cluster(job)
+
+
 def most_held(job: Job) -> int:
     """The most workers that a job may grow to in this attempt; 0 where it does not run."""
     held, sizes = workers_held(job), sizes_of_job(job)
@@ -155,10 +161,6 @@ class Held:
     job: Job
     workers: int
     most: int
-
-
-def _without_spares(held: Held) -> int:
-    return held.workers - sizes_of_job(held.job).spare_workers
 
 
 @dataclass(frozen=True)
@@ -329,26 +331,34 @@ class _SchedulingPass:
         return self.capacity.use_of(held.job, held.workers)
 
     def limit_growth(self) -> None:
-        """Keep running jobs from growing into capacity reserved for others."""
-        growing = [
-            each
-            for each in self.held
-            if each.workers < each.most
-            and each.job.status is not JobStatus.QUEUED
-            and not has_own_cluster(each.job)
-        ]
-        limits = self.result.growth_limits
-        total, blocked = self.capacity.max_workers, self._blocked
-        if total is not None:
-            # Hosts of a job that is about to start may not be there yet: others may not ask for
-            # them either.
-            free = max(0, total - self._used.workers)
-            for each in growing:
-                if each.workers + free < each.most:
-                    limits[each.job.id] = _without_spares(each) + free
-        if blocked is not None:
-            waited_for = [each for each in growing if each.job.priority <= blocked.priority]
-            limits |= {each.job.id: _without_spares(each) for each in waited_for}
+        """Keep jobs from growing into capacity that others wait for, or were just given."""
+        blocked = self._blocked
+        # Workers that start, or their hosts, may not be in their places yet.
+        is_given = self.capacity.max_workers is not None or any(
+            is_starting(each.job) for each in self.held
+        )
+        for each in self.held:
+            job = each.job
+            is_free_to = job.spec.parallelism.is_elastic and not has_own_cluster(job)
+            if not is_free_to or job.status is JobStatus.QUEUED:
+                continue
+            is_waited_for = blocked is not None and job.priority <= blocked.priority
+            room = self._room_to_grow(each) if is_given else None
+            most = min(
+                each.most if room is None else room, each.workers if is_waited_for else each.most
+            )
+            if most < each.most:
+                spares = sizes_of_job(job).spare_workers
+                given = min(job.queue_note.workers or each.workers, each.workers - spares)
+                self.result.growth_limits[job.id] = max(most - spares, given)
+
+    def _room_to_grow(self, held: Held) -> int | None:
+        """How many workers a job may have beside all others; None where that is not known."""
+        if held.job.status is JobStatus.STARTING:
+            # Its layout may have more workers than it was given.
+            return self.capacity.num_free(held.job, self._used - self._use_of(held))
+        _, free = self._room_of(held.job)
+        return None if free is None else held.workers + free
 
     def consider(self, job: Job) -> None:
         """Start a job, or say why not."""

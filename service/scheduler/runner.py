@@ -30,7 +30,14 @@ from service.errors import (
 )
 from service.jobs.run_storage import limit_growth
 from service.observability.metrics import ServiceMetrics
-from service.scheduler.policy import Capacity, Preemption, QueuePosition, Start, admit
+from service.scheduler.policy import (
+    Capacity,
+    Preemption,
+    QueuePosition,
+    Start,
+    admit,
+    is_starting,
+)
 from service.settings import Settings
 from service.storage import in_time
 
@@ -100,7 +107,8 @@ class SchedulerRunner:
         running = [job for job in live if not job.status.is_at_rest]
         quotas = {project.name: project for project in self._projects.list()}
         own = [job for job in queued if has_own_cluster(job)]
-        is_shared = len(own) < len(queued) or self.settings.cluster_max_workers is not None
+        is_growing = self.settings.cluster_max_workers is not None
+        is_shared = len(own) < len(queued) or is_growing or any(map(is_starting, running))
         try:
             capacity = self._capacity() if is_shared else Capacity()
         except BackendUnreachable as error:
@@ -122,6 +130,9 @@ class SchedulerRunner:
         if lock is not None:
             if limits is not None:
                 self._limit_growth(running, limits)
+            if admission.starts:
+                # They are limited, too, once they have files.
+                self._lifts_at = now
             for preemption in admission.preemptions:
                 self._guarded(preemption.job, self._preempt, preemption, now, lock)
             for begun in admission.starts:

@@ -60,6 +60,12 @@ def running(name: str = "busy", workers: Any = 2, *, holds: int = 0, **fields: A
     return replace(made, status=JobStatus.RUNNING, queue_note=note, started_at=NOW - 50)
 
 
+def starting(name: str, workers: Any = 2, *, holds: int = 0) -> Job:
+    """A job whose driver has started, and none of its workers."""
+    made = running(name, workers, holds=holds)
+    return replace(made, status=JobStatus.STARTING, current_attempt_id=f"{made.id}-a0")
+
+
 def started(admission: Admission) -> list[str]:
     return [start.job.name for start in admission.starts]
 
@@ -297,6 +303,20 @@ def test_where_the_cluster_grows_nobody_asks_for_hosts_that_were_given_to_anothe
     assert started(beside) == ["other"]
     assert beside.growth_limits == {elastic.id: 4}, "two workers' room is nobody's"
     assert decide([], [elastic], cluster(8)).growth_limits == {}, "its hosts limit it themselves"
+
+
+def test_jobs_that_start_at_once_leave_each_other_what_they_were_given() -> None:
+    elastic = starting("elastic", {"min": 2, "max": 4}, holds=2)
+    # It chose its layout before the other's workers had their places.
+    chose = replace(elastic, membership=Membership(f"{elastic.id}-a0", world_size=4))
+    other, grown = starting("other"), running("grown", {"min": 1, "max": 4}, holds=1)
+    for begun in (elastic, chose):
+        assert decide([], [begun, other], cluster(4)).growth_limits == {elastic.id: 2}
+        assert decide([], [begun], cluster(4)).growth_limits == {}
+    both = decide([], [elastic, grown], cluster(4)).growth_limits
+    assert both == {elastic.id: 3, grown.id: 2}, "one worker's room is nobody's"
+    running_now = [replace(each, status=JobStatus.RUNNING) for each in (elastic, other)]
+    assert decide([], running_now, cluster(4)).growth_limits == {}
 
 
 # ---- passing

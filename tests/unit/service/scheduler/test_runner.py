@@ -97,7 +97,22 @@ def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: Hou
     offer(house, 8)
     house.poll(2, every_s=5)
     assert house.status(waiting) is JobStatus.STARTING
+    for job in (elastic, waiting):
+        house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
     house.poll(2, every_s=61)
+    assert ResizeRequests(files).poll().growth_limit is None
+
+
+def test_jobs_of_one_pass_are_limited_until_their_workers_have_started(house: House) -> None:
+    offer(house, 4)
+    elastic, other = submit(house, {"min": 2, "max": 4}), submit(house, 2, priority=1)
+    house.poll(2)
+    assert house.status(elastic) is house.status(other) is JobStatus.STARTING
+    files = house.files(elastic)
+    assert ResizeRequests(files).poll().growth_limit == 2, "though nobody waits in the queue"
+    for job in (elastic, other):
+        house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
+    house.poll(2)
     assert ResizeRequests(files).poll().growth_limit is None
 
 

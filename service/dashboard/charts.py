@@ -207,7 +207,8 @@ def chart_options(chart: ChartSpec) -> dict[str, Any]:
         "animation": False,
         "textStyle": {"fontFamily": "Roboto, sans-serif", "color": _TEXT_COLOUR},
         "grid": {"left": 8, "right": 14, "top": 12, "bottom": 4, "containLabel": True},
-        "title": {**NO_DATA},
+        # Until it is known.
+        "title": {**NO_DATA, "show": False},
         "tooltip": {
             "trigger": "axis",
             "confine": True,

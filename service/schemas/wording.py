@@ -358,8 +358,10 @@ def group_facts(
     parts += [f"without {host}" for host in sorted(wanted.drain_hosts)]
     if parts:
         facts.append(Fact("Wanted", ", ".join(parts), "active"))
+    if job.status is not JobStatus.RUNNING:
+        return facts
     steps = steps_at_risk(job.latest_metrics)
-    if steps is None and checkpoints is not None and job.status is JobStatus.RUNNING:
+    if steps is None and checkpoints is not None:
         newest = max((checkpoint.step for checkpoint in checkpoints), default=0)
         steps = max(0, job.progress.step - newest)
     if steps is not None:

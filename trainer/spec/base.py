@@ -48,10 +48,7 @@ def field_path(parts: Iterable[int | str]) -> str:
 
 def request_problems(errors: Iterable[Any]) -> list[FieldProblem]:
     """FastAPI's errors about a request as problems."""
-    return [
-        FieldProblem(_request_path(each), each["type"], each["msg"].removeprefix("Value error, "))
-        for each in errors
-    ]
+    return [FieldProblem(_request_path(each), each["type"], _text(each)) for each in errors]
 
 
 def _request_path(error: Any) -> str:
@@ -113,16 +110,19 @@ _FORMS = {
 }
 
 
+def _text(error: Any) -> str:
+    pattern = error["ctx"]["pattern"] if error["type"] == "string_pattern_mismatch" else ""
+    return _FORMS.get(pattern) or error["msg"].removeprefix("Value error, ")
+
+
 def _message(error: Any, model: type[BaseModel]) -> str:
-    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] in _FORMS:
-        return _FORMS[error["ctx"]["pattern"]]
     if error["type"] == "extra_forbidden" and error["loc"][-1] == "constraints":
         return "unknown field; each table has its own limits: embedding_tables[].constraints"
     if error["type"] == "extra_forbidden":
         *above, name = error["loc"]
         nearest = guess(str(name), _fields_at(model, above))
         return f"unknown field{nearest}; `shardloom spec schema` lists all"
-    return _MESSAGES.get(error["type"], error["msg"])
+    return _MESSAGES.get(error["type"]) or _text(error)
 
 
 def _fields_at(model: type[BaseModel], location: Iterable[int | str]) -> list[str]:

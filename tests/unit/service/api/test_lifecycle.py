@@ -197,6 +197,7 @@ def test_projects_have_quotas_and_show_what_is_in_use(api: Api, client: Shardloo
         client.project("nobody")
     for body in ({"max_workers": -1}, {"max_workers": "many"}, {"max_gpus": 3}):
         assert api.http.put("/v1/projects/ads", json=body).status_code == 422
+    assert "1 to 63 of a-z" in shardloom("projects", "set", "Ads_Team").stderr
 
 
 def test_commands_change_the_course_of_a_job(api: Api, client: ShardloomClient) -> None:

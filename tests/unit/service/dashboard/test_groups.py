@@ -177,6 +177,8 @@ def test_work_at_risk_is_counted_from_the_newest_checkpoint_unless_the_job_says_
         job = replace(told[0], latest_metrics={"risk/steps_undurable": absurd})
         assert "steps" in facts(section((job, told[1])))["At risk"][0]
     assert facts(section(told))["At risk"][0].startswith("130 steps")
+    waiting = replace(job, status=JobStatus.QUEUED)
+    assert "At risk" not in facts(section((waiting, told[1]))), "it saved before it was paused"
 
 
 def test_goodput_is_broken_down_by_what_took_the_rest() -> None:

@@ -21,7 +21,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from service.backends.base import has_own_cluster
 from service.domain.membership import current_membership, sizes_of_job, workers_held
@@ -332,30 +332,32 @@ class _SchedulingPass:
 
     def limit_growth(self) -> None:
         """Keep jobs from growing into capacity that others wait for, or were just given."""
-        blocked = self._blocked
         # Workers that start, or their hosts, may not be in their places yet.
         is_given = self.capacity.max_workers is not None or any(
             is_starting(each.job) for each in self.held
         )
         for each in self.held:
-            job = each.job
-            is_free_to = job.spec.parallelism.is_elastic and not has_own_cluster(job)
-            if not is_free_to or job.status is JobStatus.QUEUED:
-                continue
-            is_waited_for = blocked is not None and job.priority <= blocked.priority
-            room = self._room_to_grow(each) if is_given else None
-            most = min(
-                each.most if room is None else room, each.workers if is_waited_for else each.most
-            )
-            if most < each.most:
-                spares = sizes_of_job(job).spare_workers
-                given = min(job.queue_note.workers or each.workers, each.workers - spares)
-                self.result.growth_limits[job.id] = max(most - spares, given)
+            is_free_to = each.job.spec.parallelism.is_elastic and not has_own_cluster(each.job)
+            if is_free_to and each.job.status is not JobStatus.QUEUED:
+                self.guarded(partial(self._limit_one, each, is_given), each.job)
+
+    def _limit_one(self, held: Held, is_given: bool, job: Job) -> None:
+        is_waited_for = self._blocked is not None and job.priority <= self._blocked.priority
+        room = self._room_to_grow(held) if is_given else None
+        most = min(
+            held.most if room is None else room, held.workers if is_waited_for else held.most
+        )
+        if most < held.most:
+            without_spares = held.workers - sizes_of_job(job).spare_workers
+            given = min(job.queue_note.workers or held.workers, without_spares)
+            self.result.growth_limits[job.id] = max(most - held.workers + without_spares, given)
 
     def _room_to_grow(self, held: Held) -> int | None:
         """How many workers a job may have beside all others; None where that is not known."""
-        if held.job.status is JobStatus.STARTING:
-            # Its layout may have more workers than it was given.
+        num_placed = sum(workers_by_host(held.job).values())
+        given = held.job.queue_note.workers or held.workers
+        if held.job.status is JobStatus.STARTING or max(num_placed, given) < held.workers:
+            # Its layout may have more workers than it was given, and has places for.
             return self.capacity.num_free(held.job, self._used - self._use_of(held))
         _, free = self._room_of(held.job)
         return None if free is None else held.workers + free

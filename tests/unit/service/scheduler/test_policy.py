@@ -149,6 +149,9 @@ def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
     assert found.faults.keys() == {tiny.id, held.id}
     positions = {place.job.name: place.position for place in decide(queued, [], cluster(1)).places}
     assert positions == {"tiny": None, "vast": 1, "innocent": 2}
+    grows = changed(starting("grows", {"min": 1, "max": 2}), "resources", cpus_per_worker=1e-320)
+    found = decide([job("innocent")], [grows], cluster(4))
+    assert (started(found), found.faults.keys()) == (["innocent"], {grows.id})
 
 
 def test_nothing_starts_onto_a_running_job_that_cannot_be_looked_at() -> None:
@@ -315,6 +318,8 @@ def test_jobs_that_start_at_once_leave_each_other_what_they_were_given() -> None
         assert decide([], [begun], cluster(4)).growth_limits == {}
     both = decide([], [elastic, grown], cluster(4)).growth_limits
     assert both == {elastic.id: 3, grown.id: 2}, "one worker's room is nobody's"
+    trains = replace(chose, status=JobStatus.RUNNING)
+    assert decide([], [trains, other], cluster(4)).growth_limits == {elastic.id: 2}
     running_now = [replace(each, status=JobStatus.RUNNING) for each in (elastic, other)]
     assert decide([], running_now, cluster(4)).growth_limits == {}
 

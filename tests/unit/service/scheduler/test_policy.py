@@ -149,7 +149,8 @@ def test_a_job_that_cannot_be_looked_at_holds_up_no_other() -> None:
     assert found.faults.keys() == {tiny.id, held.id}
     positions = {place.job.name: place.position for place in decide(queued, [], cluster(1)).places}
     assert positions == {"tiny": None, "vast": 1, "innocent": 2}
-    grows = changed(starting("grows", {"min": 1, "max": 2}), "resources", cpus_per_worker=1e-320)
+    grows = starting("grows", {"min": 1, "max": 2}, holds=1)
+    grows = changed(grows, "resources", cpus_per_worker=1e-320)
     found = decide([job("innocent")], [grows], cluster(4))
     assert (started(found), found.faults.keys()) == (["innocent"], {grows.id})
 

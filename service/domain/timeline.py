@@ -174,6 +174,9 @@ def describe(event: events.Event, membership: Membership | None = None) -> str:
             return f"recovered, {late}: generation {event.generation}, {redo} to redo{tries}"
         case events.CapacityRequested():
             return _capacity_requested(event)
+        case events.Resized(cause="start"):
+            most = counted(event.world_size_before, "worker")
+            return f"starts with {event.world_size} of {most}: there is no room for more"
         case events.Resized():
             change = "grew" if event.world_size > event.world_size_before else "shrank"
             change += f" from {event.world_size_before} to {event.world_size} workers"

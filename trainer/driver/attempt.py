@@ -261,11 +261,11 @@ class Attempt:
         self, before: int | None, now: int, cause: str, request: ResizeRequest, *, restarted: bool
     ) -> None:
         """Report another number of workers than `before`, or, at first, than the layout has."""
-        if before is None and now == request.workers:
-            # The layout is told as large as the job may grow, also where an earlier attempt was
-            # resized.
-            before, cause, restarted = self.spec.parallelism.world_size, "request", False
-        if before is None or now == before:
+        if before is None:
+            # The layout is told as large as the job may grow.
+            before, restarted = self.spec.parallelism.world_size, False
+            cause = "request" if now == request.workers else "start"
+        if now == before:
             return
         resized = events.Resized(
             time=time.time(),

@@ -712,10 +712,10 @@ def test_groups_start_when_the_fewest_fit_and_grow_as_nodes_come(world: World) -
     assert not world.num_asks
     world.become("listening", (2, 0))
     world.look()
-    assert not world.told(events.Resized), "it does not train yet"
     world.become("current", (2, 0))
     world.look()
-    (resized,) = world.told(events.Resized)
+    start, resized = world.told(events.Resized)
+    assert (start.world_size_before, start.world_size, start.cause) == (3, 2, "start")
     assert (resized.world_size_before, resized.world_size) == (2, 3)
     assert (resized.cause, resized.restarted) == ("room", False)
     # A job that pauses wants no room while it saves.

@@ -247,6 +247,9 @@ def world(tmp_path: Path) -> World:
 def test_a_life_takes_the_room_there_is_pinned_and_as_a_fixed_size(world: World) -> None:
     world.plot = [(5, world.end())]
     assert world.runner.run_once(0) is None
+    (told,) = world.told(events.Resized)
+    assert (told.world_size_before, told.world_size) == (6, 4), "its layout counts six"
+    assert (told.cause, told.restarted) == ("start", False)
     (run,) = world.launched
     assert run.num_workers == 4
     assert run.node_ids == ("node-a",) * 4
@@ -262,7 +265,7 @@ def test_room_that_stays_lets_the_job_grow_by_a_restart(world: World) -> None:
     world.plot = [(70, world.end())]
     assert world.runner.run_once(1) is None
     assert world.launched[1].num_workers == 6
-    (resized,) = world.told(events.Resized)
+    resized = world.told(events.Resized)[-1]
     assert (resized.world_size_before, resized.world_size) == (4, 6)
     assert (resized.cause, resized.restarted) == ("room", True)
 
@@ -280,7 +283,7 @@ def test_a_wish_is_followed_at_once(world: World) -> None:
     world.plot = [(20, world.end())]
     assert world.runner.run_once(1) is None
     assert world.launched[1].num_workers == 2
-    assert world.told(events.Resized)[0].cause == "request"
+    assert [each.cause for each in world.told(events.Resized)] == ["start", "request"]
 
 
 def test_an_attempt_that_begins_resized_tells_its_size(world: World) -> None:
@@ -360,6 +363,8 @@ def test_a_start_without_room_is_tried_again_and_at_last_left_to_ray(world: Worl
     assert outcomes == [Restart()] * 4
     assert [bool(run.node_ids) for run in world.launched] == [True, True, True, False]
     assert world.launched[-1].num_workers == 2
+    (note,) = world.told(events.Note)
+    assert note.message == "timed out; trying again until there is room"
 
 
 def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_ended(

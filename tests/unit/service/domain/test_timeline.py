@@ -32,6 +32,8 @@ def test_sentences_count_and_convert() -> None:
     moved = events.SyncIntervalChanged(
         time=NOW, step=64, every_steps_before=4, every_steps=8, reason="the link is slow"
     )
+    sizes = {"world_size_before": 8, "world_size": 4, "restarted": False}
+    started, shrunk = (events.Resized(time=NOW, **sizes, cause=why) for why in ("start", "drain"))
     for event, sentence in (
         (
             membership_changed(group_member(0), copying, generation=5),
@@ -49,6 +51,8 @@ def test_sentences_count_and_convert() -> None:
         ),
         (recovered(), "recovered, the commit came 0.31 s late: generation 4, nothing to redo"),
         (skipped, "rows 4,096 to 8,192 of epoch 1 are left out: NaN"),
+        (started, "starts with 4 of 8 workers: there is no room for more"),
+        (shrunk, "shrank from 8 to 4 workers without a restart, to leave a host"),
         (moved, "sync every 8 steps from step 64 on, not 4: the link is slow"),
     ):
         assert describe(event) == sentence

@@ -20,6 +20,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse
 from nicegui import app as nicegui_app
 from nicegui import ui
+from nicegui.nicegui import sio_app
+from starlette.types import Receive, Scope, Send
 
 from service.api.authentication import CSRF_COOKIE, LOGIN_PATH, SESSION_COOKIE
 from service.api.deps import Context, ContextDep
@@ -39,6 +41,8 @@ from service.errors import CsrfRefused, NotSignedIn, ServiceError
 router = APIRouter(include_in_schema=False)
 _HOME = f"{MOUNT_PATH}/"
 _MAX_FORM_BYTES = 8192
+# What engine.io raises for a session that has ended, and for a request that nobody waits for.
+_HUNG_UP = ("Session is disconnected", "REQUEST_METHOD")
 # After NiceGUI's own 3 s a page that a busy machine builds slowly would be an error 500.
 _BUILD_TIMEOUT_S = 30.0
 
@@ -157,6 +161,7 @@ def mount(app: FastAPI) -> None:
         _add_page(path, page, rest)
 
     app.include_router(router)
+    app.mount(f"{MOUNT_PATH}/_nicegui_ws", _serve_transport)
 
     @app.get("/", include_in_schema=False)
     def _home() -> RedirectResponse:
@@ -175,6 +180,16 @@ def mount(app: FastAPI) -> None:
         # NiceGUI takes 0.4 of it for the time in which a busy browser or service has to answer.
         reconnect_timeout=10.0,
     )
+
+
+async def _serve_transport(scope: Scope, receive: Receive, send: Send) -> None:
+    """NiceGUI's transport, with a scope of its own, whose path it changes."""
+    try:
+        await sio_app(dict(scope), receive, send)
+    except KeyError as error:
+        if scope["type"] != "http" or error.args[0] not in _HUNG_UP:
+            raise
+        await Response(status_code=HTTPStatus.BAD_REQUEST)(scope, receive, send)
 
 
 def _add_page(path: str, page: Callable[..., Any], rest: Rest) -> None:

@@ -250,6 +250,14 @@ def test_who_is_refused_again_and_again_does_not_fill_the_audit_log(house: Guard
     assert actors == {"anonymous": 3, "key:viewer": 3, "job-1-a0": 3}
 
 
+def test_what_an_editor_asks_for_with_every_change_is_not_in_the_audit_log(house: Guarded) -> None:
+    for path in ("/v1/jobs?dry_run=true", "/v1/plans", "/v1/jobs"):
+        assert house.send("POST", path, "submitter", json={}).status_code == 422
+    house.security.audit.flush()
+    lines = house.security.keys.list_audit(AuditFilter())
+    assert [line.action for line in lines] == ["POST /v1/jobs"]
+
+
 def test_a_line_that_cannot_be_written_does_not_stop_those_after_it(house: Guarded) -> None:
     audit = house.security.audit
     audit.append(audit_record(actor=None))

@@ -8,12 +8,14 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
+from nicegui.nicegui import sio
 from sqlalchemy import Connection, delete, event, select
 from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
@@ -27,7 +29,7 @@ from service.dashboard.app import safe_target
 from service.db.idempotency import ABANDONED_S, KEPT_S, IdempotencyStore
 from service.db.jobs import JobStore
 from service.db.tables import answers
-from service.domain.auth import Principal, login_code
+from service.domain.auth import AuditFilter, Principal, login_code
 from service.domain.models import JobStatus
 from service.errors import ServiceError, StoreUnavailable
 from service.network import is_loopback
@@ -418,6 +420,24 @@ def test_the_pages_socket_wants_a_session_from_our_own_page(house: Guarded) -> N
         with refused as found, house.http.websocket_connect(path, headers=headers):
             pass
         assert found.value.code == 1008, "refused here, not by what is behind"
+
+
+def test_a_browser_that_leaves_its_page_is_no_fault_of_the_service_and_not_audited(
+    house: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sio.eio.sockets, "closed", Mock(closed=True))
+    path = "/dashboard/_nicegui_ws/socket.io/"
+    answer = house.send("POST", f"{path}?EIO=4&transport=polling&sid=closed", "viewer")
+    assert answer.status_code == 400
+    assert "'unsafe-eval'" in answer.headers["content-security-policy"]
+
+    async def hang_up() -> Message:
+        return {"type": "http.disconnect"}
+
+    key = f"Bearer {house.keys['viewer']}"
+    assert house.post_raw(path, hang_up, authorization=key) == [400]
+    house.security.audit.flush()
+    assert house.security.keys.list_audit(AuditFilter()) == []
 
 
 def test_pages_show_only_what_their_reader_may_see(house: Guarded) -> None:

@@ -181,7 +181,7 @@ def choose_donor(listener: Group, current: Iterable[Group], groups: Iterable[Gro
 
     Among equals the highest number, since the lowest leads and so has more to do.
     """
-    users = [other.donor for other in groups if other is not listener]
+    users = [other.donor for other in groups]
 
     def rank(each: Group) -> tuple[bool, int, int]:
         return each is not listener.donor, users.count(each), -each.group
@@ -193,7 +193,7 @@ def choose_start(groups: Iterable[Group]) -> list[Group]:
     """The groups that begin the run: by the most commits, then by the commonest origin."""
     able = list(groups)
     origins = [group.origin for group in able]
-    best = max(able, key=lambda g: (g.origin[0], origins.count(g.origin), -g.group)).origin
+    best = max(able, key=lambda group: (group.origin[0], origins.count(group.origin))).origin
     return [group for group in able if group.origin == best]
 
 

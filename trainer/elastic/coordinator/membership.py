@@ -102,7 +102,7 @@ class Membership:
             self._rounds.lose(known, "replaced", message, now)
         if hello.members and not self._knows_run and not self._is_recovering:
             self._recovery_ends_at = now + finding_s(self._policy.recovery.heartbeat_timeout_s)
-        self._returning |= set(hello.members) if self._is_recovering else set()
+        self._returning |= set(hello.members)
         self._rounds.remember(hello.round, hello.generation)
         if self._groups.get(hello.group) is None and hello.standing != "spare":
             self._metrics.goodput.start(hello.group, now)
@@ -159,9 +159,8 @@ class Membership:
         group = self._accept(speaker, request_id, arrive)
         if group is None or self._rounds.repeat(group):
             return self._take_effects()
-        group.round = None
         if not self._is_recovering:
-            if arrive.report and group.is_current and group.group == self._groups.choose_leader():
+            if arrive.report and group.group == self._groups.choose_leader():
                 self._rounds.report = arrive.report
             self._rounds.inspect(group, now)
             if self._rounds.is_over or not self._groups.is_waited_for():
@@ -327,7 +326,7 @@ class Membership:
         try:
             if self._is_recovering:
                 self._end_recovery(now)
-            if self._is_recovering or self._rounds.is_open or self._rounds.failure:
+            if self._is_recovering or self._rounds.is_open:
                 return
             self._rounds.lose_guilty(now)
             if self._groups.current or self._rounds.has_finished:

@@ -94,8 +94,7 @@ class OpenRound:
             commit=commit,
             is_idle=not (weight or is_asked or has_listeners),
             is_exact=is_asked or len(current) < len(groups),
-            # Where some group has trained, not all of it is about one state.
-            joins_validation=not weight and is_whole([each.measured for each in arrivals]),
+            joins_validation=is_whole([each.measured for each in arrivals]),
             stores=groups[host_of(members)].donors,
         )
         self._told: dict[tuple[bool, Group | None], Round] = {}
@@ -109,7 +108,7 @@ class OpenRound:
         self.speeds = {
             group: group.arrival.num_rows / group.arrival.train_s
             for group in current
-            if group.arrival.num_rows and group.arrival.train_s
+            if group.arrival.train_s
         }
         self.undecided = {group for group in groups if group.standing != "listening"}
         self.votes: dict[Group, Vote] = {}
@@ -231,8 +230,7 @@ class SyncRounds:
             if held.commit == own.commit and held.round != own.round:
                 self.lose(group, "stale", "it holds another sync of the same number", now)
         for group in self._groups.present:
-            is_new = group.standing != "listening" and not group.was_in_round
-            if not (group.is_current or is_new):
+            if group.was_in_round and not group.is_current:
                 group.demote()
         self._emit_membership(now)
 
@@ -537,8 +535,7 @@ class SyncRounds:
         self._limit_votes(ended, now)
         self._metrics.record_incident(why, now)
         for group in ended.groups:
-            if self._groups.get(group.group) is group:
-                self._end_round_of(group, ended.number)
+            self._end_round_of(group, ended.number)
 
     def _end_round_of(self, group: Group, number: int) -> None:
         """Tell a group that a round was not committed with it."""

@@ -206,10 +206,9 @@ class LeaseBook:
     ) -> None:
         """`num_rows` are the rows of one epoch; the run has `epochs`, or ends at `max_rows`.
 
-        A group takes `rows_per_step` at once; leases of another length than `rows_per_lease` are
-        of whole steps.
-        Skipped rows count towards `max_rows` as trained ones do. `windows` are row bounds for all
-        epochs (0, ..., number of rows), or give those of an epoch; none stand for one window.
+        A group takes `rows_per_step` at once, and leases are of whole steps. Skipped rows count
+        towards `max_rows` as trained ones do. `windows` are row bounds for all epochs (0, ...,
+        number of rows), or give those of an epoch; none stand for one window.
         """
         self._num_rows = num_rows
         self._epochs = epochs
@@ -286,10 +285,8 @@ class LeaseBook:
 
         An epoch begins when all rows of the last are done. `length` is as of `lease_lengths`.
         """
-        wanted = self._rows_per_lease
-        if length != 1:
-            num_steps = max(1, round(length * wanted / self._rows_per_step))
-            wanted = num_steps * self._rows_per_step
+        num_steps = max(1, round(length * self._rows_per_lease / self._rows_per_step))
+        wanted = num_steps * self._rows_per_step
         num_rows = min(wanted, self.num_rows_left - self._num_rows_leased)
         if num_rows <= 0:
             return None

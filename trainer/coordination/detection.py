@@ -372,7 +372,7 @@ class HeartbeatMonitor:
 
     def busy_ranks(self, ranks: Sequence[RankId]) -> tuple[RankId, ...]:
         """Of the ranks of a group those that do not wait for the others; all if that is unknown."""
-        beats = ((rank, self._ranks[rank].heartbeat) for rank in ranks if rank in self._ranks)
+        beats = ((rank, self._ranks[rank].heartbeat) for rank in ranks)
         return tuple(rank for rank, beat in beats if beat and not beat.is_waiting) or tuple(ranks)
 
     def beat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> None:
@@ -407,8 +407,7 @@ class HeartbeatMonitor:
 
     def may_be_cut_off(self, rank: RankId, now: float) -> bool:
         """Whether no message came from a rank for half of that, even if none came from anybody."""
-        watched = self._ranks.get(rank)
-        return watched is None or now - watched.spoke_at > self._silence_s / 2
+        return now - self._ranks[rank].spoke_at > self._silence_s / 2
 
     def hangs(self, now: float, waiting: Collection[int] = (), share: float = 1.0) -> list[Suspect]:
         """Ranks that stand still although their processes live, at most one per group: its ranks

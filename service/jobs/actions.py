@@ -84,10 +84,9 @@ def remove_checkpoints(checkpoint_path: str | None, job_id: str) -> list[Remaini
     try:
         if not folder.parent.is_dir():
             return [RemainingPath(place, "the service's host does not see the folder above it")]
-        if folder.is_symlink() or folder.exists():
-            shutil.rmtree(folder)
+        shutil.rmtree(folder)
     except FileNotFoundError:
-        pass  # Others do the same, who have the rest of it.
+        pass  # It never was, or others do the same, who have the rest of it.
     except OSError as error:
         logger.warning("checkpoints at %s stay: %s", place, error)
         return [RemainingPath(place, f"it cannot be deleted: {error}")]
@@ -385,7 +384,7 @@ def _legal_sizes(job: Job) -> range:
     sizes, group = job.spec.parallelism, sizes_of_job(job).shard_group_size
     if group is None:
         raise errors.LayoutUnknown(job.id)
-    fewest = max(sizes.min_workers, sizes.num_hosts_needed * group, group)
+    fewest = max(sizes.min_workers, sizes.num_hosts_needed * group)
     return range(math.ceil(fewest / group) * group, _most_workers(job) + 1, group)
 
 

@@ -43,16 +43,13 @@ def archive(folder: ExportFolder) -> Iterator[bytes]:
             # The marker last: what was cut off is no export.
             names = [*sorted(folder.read_manifest().files), MARKER]
             files = [(name, opened.enter_context(folder.open_file(name))) for name in names]
-            chunks = _stream(files, opened.pop_all())
+            return _stream(files, opened.pop_all())
     except (ArtifactError, OSError) as error:
         raise errors.StorageUnavailable(str(error)) from error
-    next(chunks)
-    return chunks
 
 
 def _stream(files: Sequence[tuple[str, IO[bytes]]], opened: ExitStack) -> Iterator[bytes]:
     with opened:
-        yield b""  # begun: whoever drops us from here on closes the files
         contents = [(name, iter(partial(file.read, _CHUNK_BYTES), b"")) for name, file in files]
         # Quantised tables hardly become smaller.
         yield from as_zip(contents, zipfile.ZIP_STORED)

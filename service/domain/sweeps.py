@@ -165,8 +165,9 @@ class Trial:
 class Observed:
     """A trial with its job, None if there is none (any more), as they are now.
 
-    `reached` is the metric's value at the next rung, None while that is ahead. A job that
-    `is_unreadable` was stored by another version of the service, and has not ended.
+    `reached` is the metric's value at the next rung, None while that is ahead and of a trial that
+    was stopped. A job that `is_unreadable` was stored by another version of the service, and has
+    not ended.
     """
 
     trial: Trial
@@ -275,7 +276,7 @@ def _rungs(sweep: Sweep, trials: Sequence[Observed]) -> list[Rung]:
     known = {each.trial.number: list(each.trial.rungs) for each in trials}
     for each in trials:
         trial = each.trial
-        if each.reached is None or trial.stopped_at is not None:
+        if each.reached is None:
             continue
         rung = len(trial.rungs)
         known[trial.number].append(each.reached)

@@ -401,8 +401,6 @@ def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> 
 
 def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
     """Preempt a running job for one of a higher priority; it is queued again once paused."""
-    if job.status.is_terminal or job.status.is_at_rest or job.pause_requested:
-        return Decision(job, None)
     name = by.named_for(job)
     note = replace(job.queue_note, preempted_by=name, grace_s=grace_s)
     message = f"makes way for {name} of priority {by.priority}"
@@ -416,7 +414,7 @@ def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
     """Resume: a paused job is queued with its old place, one that still pauses goes on."""
     is_preempted = job.queue_note.preempted_by is not None
     is_pausing = job.pause_requested and not is_preempted
-    if job.status.is_terminal or not (job.status is JobStatus.PAUSED or is_pausing):
+    if not (job.status is JobStatus.PAUSED or is_pausing):
         return Decision(job, None)
     asked = _requested("resume", job, now, actor)
     if job.status is JobStatus.PAUSED:
@@ -433,8 +431,6 @@ def request_restart(
     job: Job, checkpoint: str, step: int, now: float, actor: str = "user"
 ) -> Decision:
     """Restart a job that has ended or rests from one of its checkpoints, with a new budget."""
-    if not (job.status.is_terminal or job.status.is_at_rest):
-        return Decision(job, None)
     asked = _requested("restart", job, now, actor, step=step, checkpoint=checkpoint)
     asked = replace(asked, message=f"restart from step {step} requested")
     waiting = replace(

@@ -218,4 +218,3 @@ def test_a_restarted_job_waits_anew_with_a_new_budget() -> None:
     assert started.attempt.index == 1
     sent = submission_accepted(started.job, started.attempt, NOW + 11)
     assert (started.job.resume_from is None, sent.job.resume_from) == (False, None)
-    assert request_restart(job, "x", 1, NOW) == Decision(job, None)

@@ -113,18 +113,17 @@ class Lifecycle(RuleBasedStateMachine):
     def somebody_resumes(self) -> None:
         self._store(request_resume(self.job, self.now).job)
 
+    @precondition(lambda self: self._is_live() and not self.job.pause_requested)
     @rule()
     def the_queue_preempts(self) -> None:
         self._store(preempt(self.job, OTHER, self.now, GRACE_S).job)
 
-    @precondition(lambda self: self.num_restarts < 3)
+    @precondition(lambda self: self.num_restarts < 3 and not self._is_live())
     @rule()
     def somebody_goes_back(self) -> None:
-        again = request_restart(self.job, "step-00000100-a0-r0", 100, self.now).job
-        if again is not self.job:
-            self.num_restarts += 1
-            self.was_cancelled, self.ended = False, None
-        self._store(again)
+        self.num_restarts += 1
+        self.was_cancelled, self.ended = False, None
+        self._store(request_restart(self.job, "step-00000100-a0-r0", 100, self.now).job)
 
     # ---- what the service does
 
@@ -187,6 +186,9 @@ class Lifecycle(RuleBasedStateMachine):
 
     def _newest(self) -> Attempt | None:
         return self.attempts.get(self.job.current_attempt_id or "")
+
+    def _is_live(self) -> bool:
+        return not (self.job.status.is_terminal or self.job.status.is_at_rest)
 
     def _running(self) -> list[str]:
         return [name for name, state in self.cluster.items() if state is ObservedState.RUNNING]

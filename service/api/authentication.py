@@ -97,7 +97,7 @@ class ConcurrencyLimiter:
 
 _MAX_OBJECT_CHARS = 512
 # What an editor asks for with every change, and of which nothing is left.
-_TRIALS = (("POST", "/v1/jobs", b"dry_run=true"), ("POST", "/v1/plans", b""))
+_DRY_RUNS = (("POST", "/v1/jobs", b"dry_run=true"), ("POST", "/v1/plans", b""))
 _MAX_ACTOR_CHARS = 255
 _CLOSED_FOR_POLICY = 1008
 
@@ -284,7 +284,7 @@ class AuthenticationMiddleware:
         remote = _remote(scope)
         # What drivers report is in the timeline already, and the pages' transport says nothing.
         is_report = path.startswith(("/v1/attempts/", "/dashboard/_nicegui"))
-        is_report |= (scope["method"], path, scope["query_string"]) in _TRIALS
+        is_report |= (scope["method"], path, scope["query_string"]) in _DRY_RUNS
         is_denied = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
         source = f"{remote}:{path[:_MAX_OBJECT_CHARS]}"
         if is_report and not (is_denied and self._is_among_first(source)):

@@ -203,8 +203,13 @@ def test_skipped_rows_are_read_again_and_grow(tmp_path: Path) -> None:
 def test_rows_between_two_positions_cross_the_end_of_an_epoch_and_leave_out_what_was_done() -> None:
     before, after = DataPosition(0, 80), DataPosition(1, 20)
     assert rows_between(before, after, 100) == [(0, ((80, 100),)), (1, ((0, 20),))]
+    assert rows_between(DataPosition(0, 100), after, 100) == [(1, ((0, 20),))]
     before = DataPosition(0, 10, done=((20, 30),))
     assert rows_between(before, DataPosition(0, 40), 100) == [(0, ((10, 20), (30, 40)))]
+
+
+def test_skipped_rows_of_an_epoch_that_is_over_change_no_position() -> None:
+    assert without(DataPosition(1), SkippedRows(epochs=((0, ((0, 5),)),))) == DataPosition(1)
 
 
 @given(

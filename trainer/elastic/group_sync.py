@@ -561,8 +561,8 @@ class GroupSync:
         """End the sync that was begun, and apply it. Collective over all ranks of all groups.
 
         It is tried until it is committed. The result is of a round that did not commit where the
-        group is to leave, where it must forget what it trained, and where it has trained on: then
-        the rows count as touched again, and the next sync covers both intervals.
+        group must forget what it trained, and where it has trained on: then the rows count as
+        touched again, and the next sync covers both intervals.
         """
         attempt, self._attempt = self._attempt, None
         assert attempt, "a sync is begun first"
@@ -571,8 +571,7 @@ class GroupSync:
                 self._settle(attempt)
             result = attempt.result
             assert result, "it is settled"
-            is_over = result.committed or result.should_leave or result.has_finished
-            if is_over or attempt.is_demoted or attempt.round.overlaps:
+            if result.committed or attempt.is_demoted or attempt.round.overlaps:
                 num_bytes, self._num_bytes = self._num_bytes, 0
                 numbers, rows = self._numbers, attempt.rows
                 report = SyncReport(num_bytes, numbers.density(rows), numbers.counts(rows))

@@ -51,9 +51,12 @@ def arrival(**values: object) -> Arrive:
 
 def test_a_group_arrives_with_what_holds_for_all_of_its_ranks() -> None:
     report = Report(best=0.5)
-    first = arrival(may_overlap=True, has_copied=True, report=report)
-    second = arrival(has_copied=True, copied_bytes=8)
-    assert merged({0: first, 1: second}) == arrival(has_copied=True, copied_bytes=8, report=report)
+    first = arrival(may_overlap=True, has_copied=True, report=report, num_quarantined=1)
+    second = arrival(copied_bytes=8, num_quarantined=2, train_s=0.5)
+    sums = {"copied_bytes": 8, "num_quarantined": 3}
+    assert merged({0: first, 1: second}) == arrival(**sums, train_s=0.5, report=report)
+    copied = arrival(has_copied=True)
+    assert merged({0: copied, 1: copied}) == copied
     poisoned = arrival(is_poisoned=True, needs_exact=True)
     both = merged({0: arrival(), 1: poisoned})
     assert isinstance(both, Arrive) and both.is_poisoned and both.needs_exact

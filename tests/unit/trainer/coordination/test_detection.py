@@ -170,6 +170,13 @@ def test_of_ranks_that_step_together_the_one_is_found_that_has_more_to_do_on_its
     # What is twice nothing holds nobody up.
     assert stragglers(series(LOCAL_S, step_s=2.0)) == [{}] * 6
     assert slowness_of({RANKS[0]: timed(0.2, 0.1)})[RANKS[0]].slowdown == 1
+    assert slowness_of({A0: timed(0.2), A1: timed(0.2, 0.1)})[A1].slowdown == 1, "one is not timed"
+
+
+def test_of_the_two_measures_of_slowness_the_greater_counts() -> None:
+    group, fast = {A0: timed(1.0, 0.1), A1: timed(1.0, 0.2)}, timed(0.25, 0.1)
+    assert slowness_of(group)[A1].slowdown == 2
+    assert slowness_of(group | {B0: fast, RankId(2, 0, 0): fast})[A1].slowdown == 4
 
 
 def test_no_host_and_no_place_is_replaced_twice_and_few_are_in_all() -> None:

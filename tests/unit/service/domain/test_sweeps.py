@@ -109,9 +109,10 @@ def test_only_the_best_of_a_comparison_go_on():
             observed(2, reached=0.7),
             observed(3, reached=0.4),
             observed(4, reached=math.nan),
+            observed(5, JobStatus.SUCCEEDED, reached=0.9),
         ],
     )
-    assert {rung.number: rung.stop_at for rung in step.rungs} == {2: 10, 3: None, 4: 10}
+    assert {rung.number: rung.stop_at for rung in step.rungs} == {2: 10, 3: None, 4: 10, 5: None}
     assert step.pause == []
     again = decide(HALVING, [observed(2, rungs=(0.7,), stopped_at=10)])
     assert again.pause == [2]

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
+from sqlalchemy import text
 
 from service.api.routers import sweeps
 from service.backends.fake import Script
@@ -21,7 +22,8 @@ from service.db.sweeps import SweepStore
 from service.domain.auth import Role
 from service.domain.job_filter import JobFilter
 from service.domain.models import JobStatus
-from service.domain.sweeps import Direction, Observed, Parameter, Sweep, Trial
+from service.domain.sweeps import Direction, Observed, Parameter, Sweep, SweepStep, Trial
+from service.errors import StoreUnavailable
 from service.jobs import submit
 from service.jobs.run_storage import run_dir_of
 from service.sweeps import runner, search
@@ -319,6 +321,7 @@ def test_where_there_are_no_more_points_than_trials_each_is_tried_once(api, crea
 
 
 def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
+    of_user = spec_document(model={"module": "mine:Net", "tasks": [{"loss": "mse"}]})
     for changes, path in (
         ({"parameters": [{"path": "optimizer.sparse.lr", "low": -1, "high": 1}]}, None),
         ({"parameters": [{"path": "training.epochs", "low": 1.0, "high": 3.0}]}, "training.epochs"),
@@ -326,6 +329,17 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
         ({"parameters": [{"path": "project", "values": ["default", "other"]}]}, "project"),
         ({"parameters": [{"path": "data.path", "values": ["/etc"]}]}, None),
         ({"parameters": [{"path": "name", "values": ["a", "b"]}]}, "name"),
+        ({"parameters": [{"path": "priority", "values": [1]}]}, "priority"),
+        ({"parameters": [{"path": "preemptible", "values": [False]}]}, "preemptible"),
+        ({"parameters": [{"path": "resources.cluster", "values": ["own"]}]}, "resources.cluster"),
+        (
+            {"spec": of_user, "parameters": [{"path": "model.module", "values": ["other:Net"]}]},
+            "model.module",
+        ),
+        (
+            {"spec": of_user, "parameters": [{"path": "model.code", "values": ["0" * 64]}]},
+            "model.code",
+        ),
         ({"metric": "validation/ne"}, "metric"),
         ({"metric": "validation/rating/rmse"}, "metric"),
         ({"metric": "speed/rows"}, "metric"),
@@ -362,6 +376,12 @@ def test_bad_sweeps_are_refused_by_field_and_leave_nothing(api):
     assert fault["path"] == "parameters[1].low"
     assert fault["message"].startswith("of training.epochs must be below")
     assert api.http.get("/v1/sweeps").json()["items"] == []
+
+
+def test_trials_may_be_compared_at_the_last_step_of_any_of_them(create):
+    spec = spec_document(training={"max_steps": 10})
+    steps = {"path": "training.max_steps", "values": [5, 20]}
+    create(spec=spec, parameters=[steps], early_stopping={"min_steps": 20})
 
 
 def test_a_sweep_of_which_no_trial_fits_the_workers_is_refused_once_unless_forced(api):
@@ -421,6 +441,25 @@ def test_a_sweep_survives_what_passes_and_tells_nothing_of_the_inside(api, creat
     told = api.http.get(f"/v1/sweeps/{sweep_id}").json()
     assert (told["status"], "(KeyError)" in told["message"]) == (status, status == "FAILED")
     assert "inside" not in told["message"]
+
+
+def test_faults_that_a_good_pass_parts_end_no_sweep(api, create):
+    sweep_id, loop = create(num_trials=1), runner_of(api)
+    loop.clock = clock = FakeClock(loop.clock())
+    passes = [KeyError(), KeyError(), SweepStep(), KeyError()]
+    with patch.object(runner, "decide", side_effect=passes):
+        for _ in passes:
+            loop.poll()
+            clock.now += 30.0
+    assert api.http.get(f"/v1/sweeps/{sweep_id}").json()["status"] == "RUNNING"
+
+
+def test_sweeps_in_a_database_of_a_newer_version_are_left_to_it(api, create):
+    create(num_trials=1)
+    with api.store.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(StoreUnavailable, match=r"9999.*run the newer version"):
+        runner_of(api).poll()
 
 
 @pytest.mark.parametrize("read", ["in_time", "_read_manifest"])

@@ -13,7 +13,7 @@ import pytest
 from service.client.client import ShardloomClient
 from service.client.errors import NotFound
 from service.domain.models import JobStatus
-from service.errors import JobNotEnded, StoreUnavailable
+from service.errors import JobNotEnded, JobUnreadable, StoreUnavailable
 from service.jobs import actions
 from service.jobs.actions import finish_deletions
 from service.jobs.run_storage import run_dir_of, trashed_jobs
@@ -155,13 +155,22 @@ def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_later(
     assert run_dir_of(api.settings, kept).root.exists()
 
 
+@pytest.mark.parametrize("is_readable", [True, False])
 def test_a_job_whose_deletion_was_cut_off_has_its_files_again_later(
-    api: Api, client: ShardloomClient, cut_off: CutOff
+    api: Api,
+    client: ShardloomClient,
+    cut_off: CutOff,
+    monkeypatch: pytest.MonkeyPatch,
+    is_readable: bool,
 ) -> None:
     job_id, folder = ended(api)
     cut_off(job_id, "rows")
     assert not folder.exists()
-    finish_deletions(api.store, api.settings)
+    with monkeypatch.context() as patched:
+        if not is_readable:
+            of_tomorrow = JobUnreadable(job_id, "a field of tomorrow")
+            patched.setattr(api.store, "get_job", Mock(side_effect=of_tomorrow))
+        finish_deletions(api.store, api.settings)
     assert trashed_jobs(api.settings) == []
     (listed,) = api.store.list_checkpoints(job_id)
     assert (Path(listed.path) / "COMMIT.json").exists()

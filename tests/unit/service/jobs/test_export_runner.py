@@ -219,8 +219,7 @@ def test_others_are_made_while_the_lock_of_one_is_held_and_then_that_one(
     held, other = wanted(api, job_id), wanted(api, with_checkpoint(api))
     script = Script("print('other')", f"import sys; sys.exit({HELD})", "print('held')")
     with held.hold():
-        runner = running(script)
-        runner.submit(held)
+        running(script)
         wait_until_failed(other)
         assert "code 0: other" in other.message
     wait_until_failed(held)
@@ -299,6 +298,13 @@ def test_the_log_of_the_process_is_not_written_through_a_link(
     running(Script("print('written')"))
     wait_for(lambda: f"export {folder.root} cannot be made" in caplog.text, "the refusal")
     assert (tmp_path / "outside").read_text() == ""
+
+
+def test_an_export_that_two_delete_at_once_is_deleted(api: Api, job_id: str) -> None:
+    folder = wanted(api, job_id)
+    for _ in range(2):
+        delete_export(folder)
+    assert list_exports(run_dir_of(api.settings, job_id)) == []
 
 
 def test_exports_are_kept_for_as_long_as_the_settings_say(api: Api, job_id: str) -> None:

@@ -17,6 +17,7 @@ from tests.harness.builders import (
     ELASTIC,
     HOSTS,
     batch,
+    group_lost,
     layout_chosen,
     membership_changed,
     workers_started,
@@ -92,7 +93,10 @@ def test_asking_again_for_the_same_changes_nothing_but_mends_the_file(api: Api) 
     request_path(api, job_id).unlink()
     assert resize(api, job_id, 8).json() == first
     assert json.loads(request_path(api, job_id).read_text()) == first
-    assert len(told(api, job_id)) == 1
+    drained = drain(api, job_id, HOSTS[0]).json()
+    replace_attempt(api.store, job_id)  # Its workers have left the host.
+    assert drain(api, job_id, HOSTS[0]).json() == drained
+    assert len(told(api, job_id)) == 2
 
 
 def test_a_request_about_another_version_of_the_job_changes_nothing(api: Api) -> None:
@@ -157,6 +161,19 @@ def test_a_faulty_drain_is_named_by_its_field(api: Api) -> None:
     replace_attempt(api.store, job_id)
     (fault,) = problem_in(drain(api, job_id, HOSTS[0]), 422, "invalid_request")["fields"]
     assert "none yet" in fault["message"]
+
+
+@pytest.mark.parametrize(
+    ("records", "host"),
+    [
+        ((workers_started(),), "a"),
+        ((layout_chosen(), workers_started(), membership_changed(), group_lost(1)), HOSTS[1]),
+    ],
+)
+def test_a_host_that_workers_are_or_were_on_can_be_drained(
+    api: Api, records: tuple[Event, ...], host: str
+) -> None:
+    assert drain(api, running(api, *records), host).status_code == 202
 
 
 def test_only_a_running_job_can_be_placed_anew(api: Api) -> None:

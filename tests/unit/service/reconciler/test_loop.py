@@ -691,6 +691,24 @@ def test_many_attempts_are_observed_by_one_request_and_ends_by_one_of_their_own(
     assert ended == [True, True] + [False] * 18
 
 
+def test_a_job_that_is_cancelled_while_all_are_observed_is_reconciled_once(house: House) -> None:
+    class CancelledMeanwhile(FakeBackend):
+        def observe_all(self, attempt_ids: Sequence[str]) -> Mapping[str, Observation]:
+            reconciler._begin([replace(jobs[0], cancel_requested=True)])
+            return {}
+
+    jobs = [
+        store_attempt(house.store, queued_job(now=house.now + n), JobStatus.RUNNING)[0]
+        for n in range(16)
+    ]
+    reconciler, ran = house.reconciler(CancelledMeanwhile), list[str]()
+    reconciler.reconcile = lambda job_id, seen: ran.append(job_id)  # type: ignore[method-assign]
+    reconciler._begin(jobs)
+    wait_for(lambda: not reconciler._busy, "the pass to end")
+    reconciler.close()
+    assert sorted(ran) == [job.id for job in jobs]
+
+
 def test_no_scheduling_pass_follows_a_late_one_at_once(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

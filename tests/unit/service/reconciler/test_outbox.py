@@ -18,7 +18,7 @@ from service.db.jobs import JobStore
 from service.domain.lifecycle import LATE_RECORDS_S, NOT_FOUND_GRACE_S, request_cancel
 from service.domain.models import EndReason, Job, JobStatus
 from service.errors import JobUnreadable, StaleVersion, StoreUnavailable
-from service.jobs.actions import restart_job
+from service.jobs.actions import cancel_job, restart_job
 from service.jobs.run_storage import run_dir_of
 from service.observability.metrics import ServiceMetrics
 from service.reconciler import loop, outbox
@@ -279,6 +279,40 @@ def test_a_large_outbox_is_stored_in_portions_for_which_what_is_stored_does_not_
         house.poll(every_s=10.0)
         assert len(house.store.list_checkpoints(job.id)) == num_stored
     assert house.store.attempts_to_collect(house.now) == []
+
+
+def test_a_cancelled_job_ends_before_a_large_outbox_is_stored(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = house.submit("running")
+    house.poll()
+    monkeypatch.setattr(outbox, "_PORTION_BYTES", 1000)
+    monkeypatch.setattr(outbox, "_PIECE_BYTES", 100)
+    house.leave(job, *map(checkpoint, range(20)), stream="workers-0")
+    cancel_job(house.store, house.settings, job.id)
+    house.poll(2)
+    assert house.status(job) is JobStatus.CANCELLED
+    assert len(house.store.list_checkpoints(job.id)) < 20
+
+
+def test_late_records_are_asked_for_once_while_storage_hangs(house: House) -> None:
+    job = house.submit("running", "failed", max_failures=0)
+    house.poll(3)
+    house.now += LATE_RECORDS_S
+    release, asked = threading.Event(), []
+
+    def hang(*attempt: object) -> None:
+        asked.append(attempt)
+        release.wait(scaled(60))
+
+    reconciler = house.reconciler()
+    reconciler._outboxes.collect_late = hang
+    for _ in range(2):
+        reconciler._dispatch()
+    reconciler._pools["shared"].submit(int).result()  # What was submitted before has begun.
+    release.set()
+    reconciler.close()
+    assert asked == [(job.id, 0)]
 
 
 def test_an_outbox_without_an_end_of_a_line_or_of_what_is_stored_holds_nobody_up(

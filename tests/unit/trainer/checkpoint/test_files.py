@@ -34,7 +34,7 @@ from trainer.checkpoint.manager import TrainState, state_of
 from trainer.coordination.messages import EpochRows, Ledger
 from trainer.data.position import position_of
 from trainer.errors import StorageError
-from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord
+from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord, file_record
 from trainer.spec.training import CheckpointSpec
 
 
@@ -109,6 +109,9 @@ def test_what_is_missing_or_no_file_is_damage_where_its_marker_is_there(tmp_path
     os.mkfifo(saved / "pipe")
     for name in ("pipe", "../step-00000007/pipe", "/dev/zero", ".."):
         assert not matches(saved, name, FileRecord(3, "abc"))
+    outside = tmp_path / "outside"
+    outside.touch()
+    assert not matches(saved, "../outside", file_record(outside))
     with pytest.raises(CheckpointGone, match=r"step-8 is not on .*neither __0_0\.distcp"):
         matches(tmp_path / "step-8", "__0_0.distcp", FileRecord(3, "abc"))
 
@@ -141,8 +144,9 @@ def test_a_marker_with_a_flipped_bit_is_as_good_as_none(place: float, bit: int) 
         assert remove_uncommitted(Path(folder)) == [path]
 
 
-def test_a_marker_without_a_checksum_is_as_good_as_none(tmp_path: Path) -> None:
-    (tmp_path / COMMIT_MARKER).write_text(json.dumps(asdict(commit(7))))
+@pytest.mark.parametrize("content", [json.dumps(asdict(commit(7))), "[]"])
+def test_a_marker_without_a_checksum_is_as_good_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / COMMIT_MARKER).write_text(content)
     assert read_commit(tmp_path) is None
 
 

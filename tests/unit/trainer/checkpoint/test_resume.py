@@ -60,6 +60,7 @@ DONE, NEXT = EpochRows(epoch=0, done=((0, 90),)), EpochRows(epoch=1, done=((3, 5
         commit(1, 1),
         commit(0, 0, open_epochs=(BEGUN,)),
         commit(0, 90, open_epochs=(DONE, NEXT)),
+        commit(0, 0, open_epochs=(NEXT,)),
     ],
 )
 def test_half_an_epoch_of_other_rows_is_refused(inside: Commit) -> None:
@@ -147,6 +148,13 @@ def test_moments_that_are_loaded_become_as_large_as_those_of_the_replicas_that_t
     resume.restore(spec, checkpoints, WRITTEN, Mock(), optimizers)
     assert [name for name, *_ in optimizers.mock_calls] == ["load", "rescale_moments"]
     optimizers.rescale_moments.assert_called_once_with(3.0)
+
+
+def test_a_checkpoint_that_stays_but_cannot_be_loaded_is_not_tried_again(tmp_path: Path) -> None:
+    found = CommittedCheckpoint(tmp_path, commit(0, 50))
+    load = Mock(side_effect=[CheckpointGone(), None])
+    with pytest.raises(CheckpointGone):
+        resume._load_first(lambda: found, load)
 
 
 def test_whatever_moves_rows_changes_the_digest(tmp_path: Path) -> None:

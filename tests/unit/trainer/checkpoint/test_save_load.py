@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
-from trainer.checkpoint.save_load import SharePlanner, Staging, lock_exactly
+from trainer.checkpoint.save_load import SharePlanner, Staging, assign_writes, lock_exactly
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.mesh import MeshGroups
 
@@ -82,6 +82,12 @@ def test_copies_of_a_shard_write_equally_many_bytes(placement: str) -> None:
     plans = [_plan(SharePlanner(groups), _state(groups, [800] * 12, [])) for groups in ranks]
     bytes_of = [sum(_numel(item) for item in plan.items if item.tensor_data) for plan in plans]
     assert bytes_of == [3 * 400 * 4] * 8
+
+
+def test_equal_pieces_of_a_table_are_shared_out_alike_in_whatever_order_they_come() -> None:
+    pieces = LocalShardsWrapper([torch.empty(2, 4)] * 2, [(0, 0), (0, 4)])
+    items = _plan(DefaultSavePlanner(), {"table": pieces}).items
+    assert assign_writes(items, 0, 2) != assign_writes(reversed(items), 1, 2)
 
 
 @patch.object(torch, "cuda")

@@ -57,6 +57,8 @@ FORM = {
         *("resources.device", "resources.cpus_per_worker"),
     ),
 }
+# Where a tab keeps the fields of a sweep; the text is at the address alone.
+_KEPT_SEARCH = "`sweep of ${location.href}`"
 # CodeMirror asks for the options at the cursor: of the value behind `key: `, else of the section
 # whose braces are open on the line, else of the nearest one above that is indented less.
 _COMPLETE = """
@@ -74,6 +76,8 @@ const optionsAt = (state, pos) => {
   return [{ autocomplete: table[value ? `${section}.${value[1]}=` : section] || [] }];
 };
 const text = sessionStorage.getItem(location.href), to = editor.state.doc.length;
+const search = sessionStorage.getItem(%s);
+if (search !== null) emitEvent("search_kept", JSON.parse(search));
 if (text !== null) editor.dispatch({ changes: { from: 0, to, insert: text } });
 const keep = ({ docChanged, state }) =>
   docChanged && sessionStorage.setItem(location.href, state.doc.toString());
@@ -95,6 +99,7 @@ class NewJobPage:
         self._template = wanted if wanted in self._templates and not self._source else ""
         self._key = str(uuid.uuid4())
         self._is_syncing = False
+        self._shown: tuple[FieldProblem, ...] = ()
         self._pending: ui.timer | None = None
         self._planning: ui.timer | None = None
         self._recommended: Candidate | None = None
@@ -125,7 +130,8 @@ class NewJobPage:
                 with ui.element("div").classes("draft-main"):
                     self._build_editor(text)
                     self._build_form()
-                    self._search = SearchForm(self._text_changed)
+                    self._search = SearchForm(self._search_changed)
+                    ui.on("search_kept", lambda kept: self._search.fill(kept.args))
                 with ui.element("div").classes("draft-side"):
                     with panel("Plan"):
                         self._cluster = ui.input(
@@ -150,11 +156,14 @@ class NewJobPage:
             self._source = job.id
             document = spec_of_clone(job.spec).model_dump(mode="json", exclude_defaults=True)
             self._templates[""] = spec_text.written(document)
-        elif _DEFAULT_TEMPLATE in self._templates:
-            text, projects = self._templates[_DEFAULT_TEMPLATE], self._rest.reader().projects
-            known = await asyncio.to_thread(self._with_known_data, text, projects)
-            self._templates[_DEFAULT_TEMPLATE] = known
-        return self._templates[self._template]
+        return await self._template_text()
+
+    async def _template_text(self) -> str:
+        """The chosen text to begin with; an example has data that is known, if any."""
+        text = self._templates[self._template]
+        if not self._template:
+            return text
+        return await asyncio.to_thread(self._with_known_data, text, self._rest.reader().projects)
 
     def _with_known_data(self, text: str, projects: Collection[str] | None) -> str:
         """A text with the data of the newest job that started with the same features, if any."""
@@ -176,7 +185,7 @@ class NewJobPage:
             ).classes("editor")
             self._editor.disable()  # What is typed before it is dressed would be lost.
             table = json.dumps(spec_text.completions())
-            complete = _COMPLETE % (table, self._editor.id)
+            complete = _COMPLETE % (table, self._editor.id, _KEPT_SEARCH)
             ui.timer(0.0, partial(self._dress_editor, complete), once=True)
             with ui.element("div").classes("problems").props("role=status") as self._problems:
                 pass
@@ -232,11 +241,13 @@ class NewJobPage:
     # ---- text and form
 
     async def _use_template(self) -> None:
-        self._template = str(self._choice.value)
+        chosen = self._template = str(self._choice.value)
         query = {"template": self._template} if self._template else {"source": self._source}
         # The draft is kept by its address, and is no copy of the job any more.
         ui.navigate.history.replace(f"{MOUNT_PATH}/new?{urlencode(query)}")
-        self._editor.set_value(self._templates[self._template])
+        text = await self._template_text()
+        if chosen == self._template:  # or another was chosen meanwhile
+            self._editor.set_value(text)
 
     def _text_changed(self) -> None:
         self._key = str(uuid.uuid4())
@@ -244,6 +255,11 @@ class NewJobPage:
             # A check under way would put its older values into the fields.
             self._pending.cancel(with_current_invocation=True)
         self._pending = ui.timer(_CHECK_AFTER_S, self._check, once=True)
+
+    def _search_changed(self) -> None:
+        kept = json.dumps(json.dumps(self._search.values))
+        ui.run_javascript(f"sessionStorage.setItem({_KEPT_SEARCH}, {kept})")
+        self._text_changed()
 
     def _field_changed(self, path: str) -> None:
         if self._is_syncing:
@@ -253,12 +269,17 @@ class NewJobPage:
             value = parse_document(str(raw)) if raw not in (None, "") else None
             text = spec_text.with_value(self._editor.value, path, value)
         except SpecError as error:
-            if self._pending is not None:
-                # The text that it checks has nothing of this value, so that it would find no fault.
-                self._pending.cancel(with_current_invocation=True)
-            self._inputs[path].error = str(error)
+            for timer in (self._pending, self._planning):
+                if timer is not None:
+                    # The text that it reads has nothing of this value: it would find no fault.
+                    timer.cancel(with_current_invocation=True)
+            others = (each for each in self._shown if each.path != path)
+            self._show_problems((*others, FieldProblem(path, "syntax", str(error))))
+            self._submit.disable()
+            self._draw_plan()
             return
         self._editor.set_value(text)
+        self._text_changed()  # Also where it was that before, and only the field was wrong.
 
     async def _check(self) -> None:
         """Check the text, and show its problems and its values."""
@@ -330,7 +351,7 @@ class NewJobPage:
         """At their lines in the text, in a list below it (`none` where that is empty), and at their
         fields of the form.
         """
-        text = self._editor.value
+        self._shown, text = problems, self._editor.value
         lines: dict[int, str] = {}
         for each in problems:
             at = spec_text.line_of(text, each.path)
@@ -408,5 +429,6 @@ class NewJobPage:
             ui.notify(str(refused), type="negative", multi_line=True)
             return
         kind = "sweeps" if search else "jobs"
-        ui.run_javascript("sessionStorage.removeItem(location.href)")
+        for kept in ("location.href", _KEPT_SEARCH):
+            ui.run_javascript(f"sessionStorage.removeItem({kept})")
         go_to(f"{MOUNT_PATH}/{kind}/{answer.json()['id']}")

@@ -53,14 +53,24 @@ class SearchForm:
                 self._metric = dressed(ui.input(label="metric"))
                 self._direction = dressed(ui.select(_DIRECTIONS, label="direction", value=""))
                 self._search = dressed(ui.select([*get_args(Search)], label="search", value="tpe"))
-                self._trials, self._parallel, self._stop = (
+                numbers = self._trials, self._parallel, self._stop = [
                     dressed(ui.number(label=label, value=value, min=1, precision=0))
                     for label, value in (
                         ("trials", 20),
                         ("at a time", 4),
                         ("compare first after steps", None),
                     )
-                )
+                ]
+                self._fields = (self._ranges, self._metric, self._direction, self._search, *numbers)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the fields hold, by their labels."""
+        return {field.label: field.value for field in self._fields}
+
+    def fill(self, values: Mapping[str, Any]) -> None:
+        for field in self._fields:
+            field.set_value(values.get(field.label, field.value))
 
     def check(self, spec: JobSpec | None) -> dict[str, Any] | None:
         """What `POST /v1/sweeps` takes beside the spec: nothing without fields to search, None

@@ -54,6 +54,7 @@ from trainer.export.artifact import write_manifest
 from trainer.export.requests import list_exports
 from trainer.protocol.events import Event
 from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.spec.parse import parse_document
 
 
 def submit(dashboard: Dashboard, name: str) -> Job:
@@ -230,12 +231,16 @@ def test_pages_say_why_they_cannot_be_read_while_the_store_is_away(
 
 
 def test_a_new_job_begins_with_a_copy_an_example_or_nothing(
-    page: Page, running: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: Page, dashboard: Dashboard, running: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    example = parse_document(spec_text.templates()["movielens.yaml"])
+    example["data"]["path"] = "/known"
+    tell(dashboard.store, start_job(dashboard.store, **example), workers_started())
     page.goto(f"/dashboard/new?source={running.id}")
     editor = page.get_by_label("Spec", exact=True)
     for chosen, text in (
         ("examples/movielens.yaml", "The demo"),
+        ("examples/movielens-survive.yaml", "/known"),
         (f"copy of {running.id}", running.name),
     ):
         page.get_by_role("combobox", name="Begin with").click()
@@ -267,11 +272,29 @@ def test_the_form_of_a_new_job_says_what_is_wrong_and_leaves_the_text_alone(page
         expect(page.get_by_label("name", exact=True)).to_have_value(f"on-{device}")
     expect(page.get_by_text("Input should be 'auto', 'cpu' or 'cuda'")).to_have_count(2)
     workers.fill("[")
-    expect(page.get_by_text("found '<stream end>'")).to_be_visible()
+    expect(page.get_by_text("found '<stream end>'")).to_have_count(2)
     workers.fill("6")
     expect(page.get_by_text("found '<stream end>'")).to_have_count(0)
     expect(editor).to_contain_text('"workers": 6')
     expect(editor).to_contain_text('"device": "cp"')
+
+
+def test_a_field_that_cannot_be_read_lets_nothing_be_submitted_until_it_is_as_it_was(
+    page: Page,
+) -> None:
+    page.goto("/dashboard/new")
+    editor, workers = (page.get_by_label(name, exact=True) for name in ("Spec", "workers"))
+    editor.press("ControlOrMeta+a")
+    page.keyboard.insert_text(json.dumps(spec_document(parallelism={"workers": 6})))
+    valid, submit = page.get_by_text("Valid", exact=True), page.locator(".submit-button")
+    expect(valid).to_be_visible(timeout=LIVE_MS)
+    workers.fill("[")
+    expect(submit).to_be_disabled()
+    expect(valid).to_have_count(0)
+    workers.fill("6")
+    expect(valid).to_be_visible(timeout=LIVE_MS)
+    expect(submit).to_be_enabled()
+    expect(page.get_by_text("found '<stream end>'")).to_have_count(0)
 
 
 def test_a_field_keeps_what_was_typed_and_its_error_while_an_older_text_is_checked(
@@ -301,7 +324,7 @@ def test_a_field_keeps_what_was_typed_and_its_error_while_an_older_text_is_check
     expect(editor).to_contain_text("name: later")
     expect(size).to_have_value("99")
     page.get_by_label("workers", exact=True).fill("[")
-    fault = page.get_by_text("found '<stream end>'")
+    fault = page.locator(".form-panel").get_by_text("found '<stream end>'")
     expect(fault).to_be_visible()
     answers["batch_size: 99\n"].set()
     page.get_by_role("button", name="Switch theme").click()
@@ -327,10 +350,19 @@ def test_a_draft_is_kept_by_its_tab_until_a_job_was_made_of_it(
     editor, drafted = page.get_by_label("Spec", exact=True), json.dumps(spec_document(name="kept"))
     editor.press("ControlOrMeta+a")
     page.keyboard.insert_text(drafted)
+    searched = page.get_by_label("fields to search")
+    trials = page.get_by_label("trials", exact=True)
+    trials.fill("7")
+    searched.fill("training.epochs=1,2")
+    sweep = page.get_by_role("button", name="Start the sweep")
+    expect(sweep).to_be_visible(timeout=LIVE_MS)
     page.goto(f"/dashboard/new?source={running.id}")
     expect(editor).to_contain_text(running.name)
     page.goto("/dashboard/new")
     expect(editor).to_contain_text(drafted)
+    expect(sweep).to_be_visible(timeout=LIVE_MS)
+    expect(trials).to_have_value("7")
+    searched.fill("")
     expect(page.get_by_text("Valid", exact=True)).to_be_visible(timeout=LIVE_MS)
     page.get_by_role("button", name="Submit").click()
     expect(page.get_by_role("heading", name="kept")).to_be_visible()

@@ -16,6 +16,7 @@ from service.domain.models import (
     ExcludedHost,
     GoneGroup,
     Job,
+    JobStatus,
     Member,
     Membership,
     Prediction,
@@ -263,4 +264,8 @@ def workers_held(job: Job) -> int:
     # A job may say what it likes, but others wait for what it holds.
     most = job.spec.parallelism.world_size
     reported = min(membership.world_size, most) if membership else 0
-    return sizes.spare_workers + (reported or job.queue_note.workers or sizes.world_size)
+    given = job.queue_note.workers
+    if job.status is JobStatus.STARTING and given:
+        # The layout is told as large as the job may grow.
+        reported = min(reported or given, given)
+    return sizes.spare_workers + (reported or given or sizes.world_size)

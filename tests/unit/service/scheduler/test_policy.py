@@ -317,6 +317,7 @@ def test_jobs_that_start_at_once_leave_each_other_what_they_were_given() -> None
     for begun in (elastic, chose):
         assert decide([], [begun, other], cluster(4)).growth_limits == {elastic.id: 2}
         assert decide([], [begun], cluster(4)).growth_limits == {}
+        assert started(decide([job("third", 1)], [begun, other], cluster(5))) == ["third"]
     both = decide([], [elastic, grown], cluster(4)).growth_limits
     assert both == {elastic.id: 3, grown.id: 2}, "one worker's room is nobody's"
     trains = replace(chose, status=JobStatus.RUNNING)

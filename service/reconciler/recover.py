@@ -144,8 +144,10 @@ def _recover(
     if _known(store, job.id) is None:
         store.create_job(job, idempotency_key=None, request_hash="")
     attempts = list(_attempts_of(run_dir, job.id))
-    for attempt in attempts:
-        _add(store, collector, attempt, may_live=end is None and attempt == attempts[-1])
+    for attempt in attempts[:-1]:
+        _add(store, collector, attempt)
+    for attempt in attempts[-1:]:
+        _add(store, collector, attempt, may_live=end is None, untold_end=end)
     job = replace(store.get_job(job.id), message="", status=JobStatus.QUEUED)
     newest = store.get_attempt(attempts[-1].id) if attempts else None
     if end is not None:
@@ -186,8 +188,17 @@ def _attempts_of(run_dir: RunDir, job_id: str) -> Iterator[Attempt]:
         )
 
 
-def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_live: bool) -> None:
-    """Store an attempt and what its driver recorded; one that may not live has ended."""
+def _add(
+    store: JobStore,
+    collector: OutboxCollector,
+    attempt: Attempt,
+    *,
+    may_live: bool = False,
+    untold_end: ReportedEnd | None = None,
+) -> None:
+    """Store an attempt and what its driver recorded; one that may not live has ended, with the
+    `untold_end` where its driver has told none.
+    """
     job = replace(store.get_job(attempt.job_id), current_attempt_id=attempt.id)
     try:
         store.get_attempt(attempt.id)
@@ -198,9 +209,15 @@ def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_l
     told = store.get_attempt(attempt.id)
     if may_live or told.end_reason is not None:
         return
+    newest = store.list_timeline(attempt.job_id, newest=True, limit=1)
+    told_at = [line.time for line in newest if line.attempt_id == told.id]
+    last_at = max([told.created_at, *told_at])
     message = "nothing on run storage says how it ended"
-    end = told.reported_end or ReportedEnd(EndReason.FORGOTTEN, message, told.created_at)
-    ended = replace(told, end_reason=end.reason, message=end.message, ended_at=end.time)
+    forgotten = ReportedEnd(EndReason.FORGOTTEN, message, last_at)
+    end = told.reported_end or untold_end or forgotten
+    # What is reported bears the time of its arrival, which is now.
+    ended_at = last_at if told.reported_end else end.time
+    ended = replace(told, end_reason=end.reason, message=end.message, ended_at=ended_at)
     store.update_job(store.get_job(attempt.job_id), attempt=ended)
 
 

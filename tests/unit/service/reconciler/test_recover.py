@@ -94,9 +94,11 @@ def test_earlier_attempts_come_back_with_their_ends(house: House, empty: House) 
     house.leave(job, workers_lost(), attempt_ended("host_lost"))
     house.poll(4, every_s=5)
     assert house.store.get_job(job.id).num_attempts == 2
+    empty.now += 10_000
     recover(empty)
     first, second = empty.store.list_attempts(job.id)
     assert (first.end_reason, second.end_reason) == (EndReason.HOST_LOST, None)
+    assert first.ended_at == house.store.list_timeline(job.id, kinds=["attempt_ended"])[0].time
     empty.poll()
     assert len(empty.backend.attempt_ids()) == 2
 
@@ -124,6 +126,16 @@ def test_a_job_that_was_cancelled_while_it_waited_stays_cancelled(
     assert (after.message, after.ended_at) == (before.message, before.ended_at)
     assert empty.backend.attempt_ids() == [f"{job.id}-a0"]
     assert empty.store.list_timeline(job.id)[-1].kind == "job_ended"
+
+
+def test_an_attempt_whose_driver_said_nothing_ends_as_its_job(house: House, empty: House) -> None:
+    job = trained(house, "running")
+    cancel_job(house.store, house.settings, job.id)
+    house.poll(4)
+    before, after = house.store.list_attempts(job.id), recovered(empty, job)
+    assert after.status is JobStatus.CANCELLED
+    (attempt,) = empty.store.list_attempts(job.id)
+    assert (attempt.end_reason, attempt.ended_at) == (EndReason.CANCELLED, before[0].ended_at)
 
 
 def test_a_job_that_was_paused_stays_so(house: House, empty: House) -> None:

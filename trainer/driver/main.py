@@ -408,11 +408,12 @@ def prepare_next_job(context: DriverContext) -> None:
     """Start workers as many as this attempt had, for whichever comes next."""
     import ray
 
-    if not ray.is_initialized() or not context.files.resolved_spec_path.exists():
-        return
-    spec = context.read_resolved_spec()
-
     def start_workers() -> None:
+        # Where none began, those that wait for a job wait still.
+        has_begun = any(path.stem != "driver" for path in context.files.stream_paths())
+        if not (ray.is_initialized() and has_begun):
+            return
+        spec = context.read_resolved_spec()
         if not wants_gpu(spec, num_gpus()):  # whose workers have an environment of their own
             start_warm_workers(spec.parallelism.world_size)
 

@@ -28,6 +28,7 @@ from trainer.driver.attempt import (
     Outcome,
     Restart,
     run_with_restarts,
+    warn,
 )
 from trainer.driver.cluster import hosts_of, kill_workers, shortage
 from trainer.driver.main import choose_layout, start_mirror
@@ -147,6 +148,21 @@ def test_an_attempt_whose_run_storage_or_ray_fails_ends_so_that_another_follows(
     assert str(error) in ended.message
     assert (str(context.run_dir) in ended.message) is (reason == EndReason.STORAGE_ERROR)
     assert ("head node of Ray" in ended.message) is (reason == EndReason.WORKERS_LOST)
+
+
+def test_only_an_attempt_whose_workers_began_has_others_started_for_the_next_job(
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr(main, "start_warm_workers", started.append)
+    monkeypatch.setattr(main, "num_gpus", lambda: 0)
+    job = spec(parallelism={"workers": 4})
+    context.files.resolved_spec_path.write_text(job.model_dump_json())
+    for stream, expected in (("driver", []), ("workers-0", [4])):
+        warn(EventWriter(context.files.stream_path(stream)), "something is told")
+        main.prepare_next_job(context)
+        assert started == expected
 
 
 def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:

@@ -27,7 +27,7 @@ from trainer.protocol.worker_config import ACTOR_NAMESPACE
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
-_START_S = 60.0
+_START_S = 300.0  # as long as Ray waits for a process on a busy machine (`service.local.ray_node`)
 _SILENT_S = 60.0  # at least: a host may stand still for a while
 
 

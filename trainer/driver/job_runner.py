@@ -527,7 +527,7 @@ class JobRunner:
             self._cause = failure.reason
             self._num_without_room += 1
             if self._num_without_room == 1:
-                warn(self.attempt.writer, f"{failure.message}; trying again until there is room")
+                warn(self.attempt.writer, f"{failure.message}; trying again")
             return Restart()
         self._num_without_room = 0
         failure = self._await_lost_host(failure)

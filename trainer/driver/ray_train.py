@@ -70,7 +70,11 @@ def _classify_start(error: Exception) -> Failure:
         WorkerGroupStartupTimeoutError,
     )
 
-    if isinstance(error, WorkerGroupStartupTimeoutError | InsufficientClusterResourcesError):
+    if isinstance(error, WorkerGroupStartupTimeoutError):
+        late = "another job has their places, or the hosts are slow to start them"
+        message = f"not all of {error.num_workers} workers came in time: {late}"
+        return Failure(EndReason.NO_ROOM, message)
+    if isinstance(error, InsufficientClusterResourcesError):
         return Failure(EndReason.NO_ROOM, f"no room for the workers: {first_line(error)}")
     message = f"the workers did not start: {first_line(error)}"
     return _death(error, message, _evidence_of_death(error))

@@ -364,7 +364,7 @@ def test_a_start_without_room_is_tried_again_and_at_last_left_to_ray(world: Worl
     assert [bool(run.node_ids) for run in world.launched] == [True, True, True, False]
     assert world.launched[-1].num_workers == 2
     (note,) = world.told(events.Note)
-    assert note.message == "timed out; trying again until there is room"
+    assert note.message == "timed out; trying again"
 
 
 def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_ended(

@@ -141,6 +141,7 @@ def test_an_error_in_training_code_is_told_with_its_type() -> None:
 def test_workers_that_found_no_room_in_time_are_told_from_those_that_died() -> None:
     timeout = classify(ControllerError(WorkerGroupStartupTimeoutError(4)))
     assert timeout.reason == EndReason.NO_ROOM
+    assert "not all of 4 workers came in time" in timeout.message
     start = WorkerGroupStartupFailedError("ActorDiedError: its node has died. ip: 10.0.0.3")
     gone = classify(ControllerError(start))
     assert (gone.reason, gone.blamed_host) == (EndReason.HOST_LOST, "10.0.0.3")

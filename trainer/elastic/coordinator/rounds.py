@@ -275,7 +275,7 @@ class SyncRounds:
 
     def fail(self, reason: EndReason, message: str, now: float) -> None:
         """The run cannot go on: every group is told so."""
-        self.failure = Failure(reason, message)
+        self.failure, self._round = Failure(reason, message), None
         self._effects.append(events.Note(time=now, level="error", message=message))
         for group in self._groups.present:
             self._effects += group.dismiss(Rejection(reason="failed", message=message))

@@ -58,6 +58,7 @@ class Copy:
 
     base: int
     heard: list[int] = field(default_factory=list)
+    has_applied: bool = False  # averages, in which there is all that no copy serves
     is_done: bool = False
 
 
@@ -174,13 +175,15 @@ class SimGroup:
                 measured=self.measured,
                 synced=self.world.synced,
                 num_quarantined=self.num_bad,
-                has_copied=is_done,
+                has_copied=is_done and self.copy.has_applied,
                 copied_bytes=COPIED_BYTES if is_done else 0,
                 is_poisoned=self.is_poisoned,
                 may_overlap=self.may_overlap,
                 needs_exact=self.id.group in self.world.needing_exact,
                 report=Report(
-                    has_finished=has_finished, validation_error=self.world.validation_error
+                    metrics={f"of group {self.id.group}": 1.0},
+                    has_finished=has_finished,
+                    validation_error=self.world.validation_error,
                 ),
             )
         )
@@ -197,7 +200,9 @@ class SimGroup:
             assert all(member.standing == "current" for member in round_.members)
             self.ahead = self.next_leases
         suspects = self.unreachable_in(round_)
-        ok, self.will_refuse = not (self.will_refuse or suspects), False
+        results = (body for _, body in self.inbox if isinstance(body, RoundResult))
+        gave_up = any(each.round == round_.round for each in results)  # it has failed meanwhile
+        ok, self.will_refuse = not (self.will_refuse or suspects or gave_up), False
         self.has_refused = not ok
         spoilt = [(self.id.group, rank) in self.world.spoilt for rank in range(NUM_RANKS)]
         checksums = tuple(
@@ -210,6 +215,7 @@ class SimGroup:
                 ok=ok,
                 error="" if ok else "refused",
                 suspects=suspects,
+                gave_up=gave_up,
                 checksums=checksums,
             )
         )
@@ -254,6 +260,7 @@ class SimGroup:
     def apply(self, voted: Round) -> None:
         if self.copy:
             self.copy.heard.append(voted.commit)
+            self.copy.has_applied |= not voted.is_idle
         else:
             self.applied[voted.commit] = voted.round
 

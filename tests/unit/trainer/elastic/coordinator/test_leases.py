@@ -99,6 +99,8 @@ def test_a_group_holds_the_window_in_which_its_lease_ends():
     book = LeaseBook(400, 1, 120, windows=(0, 100, 200, 300, 400))
     leases = [book.lease(0), book.lease(1), book.lease(0)]
     assert spans_of(leases) == [(0, 0, 120), (0, 300, 400), (0, 120, 240)]
+    book.give_back(0)
+    assert start_of(book.lease(2)) == 0
     # More groups than windows share them.
     book = LeaseBook(100, 1, 10, windows=(0, 50, 100))
     leases = [book.lease(group) for group in range(10)]

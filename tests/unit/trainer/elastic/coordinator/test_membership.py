@@ -128,6 +128,10 @@ def test_the_first_round_does_not_wait_for_ever():
         world.wait(0.5)
     world.run_to_commit(1)
     assert standings(world) == {0: "current"}
+    world.kill(0)
+    world.start_group(0)
+    world.exchange(20)
+    assert world.leader is None, "to start over, others are waited for again"
 
 
 def test_fewer_groups_are_enough_once_no_more_are_expected():
@@ -240,11 +244,27 @@ def test_a_group_that_refuses_again_and_again_is_lost():
 
     def refuse() -> bool:
         world.groups[1].will_refuse = True
+        # The last group hears of a round when it has failed, and gives up.
+        newest = [body.kind for _, body in world.groups[2].inbox][-1:]
+        world.hung = {2} if newest == ["round"] else set()
         return bool(world.told("group_lost"))
 
     world.run_until(refuse)
-    assert world.told("group_lost")[0].reason == "exchange"
+    (lost,) = world.told("group_lost")
+    assert (lost.group, lost.reason) == (1, "exchange")
+    world.hung.clear()
     world.run_to_commit(3)
+
+
+def test_faults_with_commits_between_them_lose_no_group(monkeypatch):
+    monkeypatch.setattr(elastic_world, "ROWS", 400)
+    world = joining()
+    for _ in range(6):
+        world.groups[0].will_refuse = True
+        world.run_until(lambda: not world.groups[0].will_refuse)
+        world.run_to_commit(world.ledger.commit + 2)  # without the listener, and with it
+    assert standings(world) == {0: "current", 1: "current", 2: "listening"}
+    assert [lost.reason for lost in world.told("group_lost")] == ["connection"]
 
 
 @pytest.mark.parametrize("cut_off", [0, 2])
@@ -354,7 +374,7 @@ def test_silence_loses_a_group_unless_the_coordinator_slept():
     world = running()
     world.wait(0.1)
     tick(world, 3600)
-    assert not world.told("group_lost")
+    assert not world.told("group_lost") and not world.told("note")
 
 
 def test_a_rank_that_gets_nothing_done_loses_its_group_although_it_beats():
@@ -497,6 +517,7 @@ def test_the_time_for_votes_begins_when_a_group_has_averaged_all_its_shards():
     beat(world, 2, 0, progress=1, is_waiting=True)  # has voted in its group
     beat(world, 2, 1, progress=1)
     tick(world, 4.9)
+    tick(world, 3600)  # the coordinator slept
     assert not world.told("hang_found")
     beat(world, 2, 1, progress=2)  # which is no vote
     tick(world, 0.2)
@@ -529,6 +550,15 @@ def test_a_connection_that_breaks_after_silence_is_no_end_of_its_rank():
     assert [lost.reason for lost in world.told("group_lost")] == ["connection"]
 
 
+def test_a_group_that_connects_again_trains_on():
+    world = running(commit=3)
+    world.now += 5
+    world.groups[1].connect()
+    world.run_to_commit(5)
+    assert set(standings(world).values()) == {"current"} and current(world) == 3
+    assert not world.told("group_lost") and not world.told("recovered")
+
+
 def test_a_newer_life_fences_the_older_one():
     world = running()
     old = world.groups.pop(1)
@@ -540,6 +570,8 @@ def test_a_newer_life_fences_the_older_one():
     old.connect()
     world.exchange(2)
     assert old.is_fenced
+    world.act(world.membership.drop(1, 0, "workers_lost", world.now))
+    assert 1 in standings(world), "it is the older one that the driver lost"
 
 
 def test_a_listener_counts_after_the_commit_that_follows_its_copy():
@@ -582,6 +614,7 @@ def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
     assert (left.group, left.cause) == (1, "resize")
     assert not world.told("group_lost")
     assert standings(world).keys() == {0, 2}
+    assert not world.membership._rounds._book.held(1), "others train what it held"
     for num_groups in (1, 2):
         last = running(num_groups)
         last.want(leaving=dict.fromkeys(range(num_groups), "drain"))
@@ -771,6 +804,9 @@ def test_copies_that_differ_end_the_run_where_asked_or_where_no_group_is_whole(
     failure = world.status.failure
     assert failure and failure.reason == EndReason.DIVERGED
     assert f"users, shard 0, on rank(s) {ranks}" in failure.message
+    told = world.events.copy()
+    tick(world, 0.1)
+    assert world.events == told, "it is told once"
 
 
 def test_what_follows_from_copies_that_differ_is_what_the_spec_says():
@@ -794,6 +830,7 @@ def test_poison_fails_the_run_where_that_is_asked_for():
 def test_the_lowest_group_leads_until_it_is_lost():
     world = running()
     assert world.leader == 0
+    assert world.ledger.metrics.keys() == {"of group 0"}
     world.kill(0)
     assert world.leader == 1
     world.start_group(0)
@@ -801,6 +838,7 @@ def test_the_lowest_group_leads_until_it_is_lost():
     world.copy_all()
     world.run_until(lambda: standings(world)[0] == "current")
     assert world.leader == 1
+    assert world.ledger.metrics.keys() == {"of group 0", "of group 1"}
 
 
 def test_a_listener_hears_of_the_end_too():
@@ -970,10 +1008,12 @@ def test_who_comes_back_too_late_is_fenced():
     world = running()
     world.start_coordinator()
     world.hung.add(2)
+    world.start_group(3)
     world.exchange(5)
     for _ in range(70):
         world.wait(0.1)
     world.run_to_commit(4)
+    assert world.groups[3].request, "who came meanwhile is welcome then"
     world.hung.clear()
     world.exchange(10)
     assert world.groups[2].is_fenced

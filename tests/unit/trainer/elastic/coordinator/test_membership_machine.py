@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.harness.properties import examples
 from tests.unit.trainer.elastic.coordinator.elastic_world import EPOCHS, ROWS, World
@@ -13,6 +13,7 @@ from trainer.spec.parallelism import SyncSpec
 
 GROUPS, SPARE = st.integers(0, 2), 3
 SPEEDS = st.sampled_from([0.5, 1.0, 4.0])
+fault = precondition(lambda machine: machine.has_faults)
 
 
 class MembershipMachine(RuleBasedStateMachine):
@@ -22,13 +23,17 @@ class MembershipMachine(RuleBasedStateMachine):
         overlaps=st.booleans(),
         speeds=st.tuples(SPEEDS, SPEEDS, SPEEDS),
         sync_s=st.sampled_from([0.0, 1.0]),
+        has_faults=st.booleans(),
+        commit=st.integers(0, 2),
     )
-    def start(self, overlaps, speeds, sync_s):
+    def start(self, overlaps, speeds, sync_s, has_faults, commit):
+        self.has_faults = has_faults
         sync = SyncSpec(every_steps="auto", tuner={"min_steps": 4, "max_steps": 16})
         self.world = World(overlaps=overlaps, on_divergence="rebroadcast", sync=sync)
         self.world.synced = Observation(step_s=1.0, sync_s=sync_s, density=0.5)
         self.world.speeds = dict(enumerate(speeds))
         self.world.tend()
+        self.world.run_to_commit(commit)
 
     def pick(self, index: int):
         groups = self.world.lives()
@@ -54,6 +59,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def end_copies(self):
         self.world.copy_all()
 
+    @fault
     @rule(group=GROUPS)
     def kill_group(self, group):
         if group in self.world.groups and self.world.end is None:
@@ -64,10 +70,12 @@ class MembershipMachine(RuleBasedStateMachine):
         if self.world.end is None:
             self.world.tend()
 
+    @fault
     @rule(group=GROUPS)
     def hang(self, group):
         self.world.hung.add(group)
 
+    @fault
     @rule(index=GROUPS)
     def refuse_next_round(self, index):
         group = self.pick(index)
@@ -78,6 +86,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.world.wait(seconds)
 
+    @fault
     @rule()
     def restart_coordinator(self):
         if self.world.end is None:
@@ -89,6 +98,7 @@ class MembershipMachine(RuleBasedStateMachine):
         if group and not (group.is_fenced or group.is_dismissed or group.is_through):
             group.connect()
 
+    @fault
     @rule()
     def lose_all(self):
         if self.world.end is None:
@@ -105,11 +115,13 @@ class MembershipMachine(RuleBasedStateMachine):
     def validate(self):
         self.world.validation_due = self.world.end is None
 
+    @fault
     @rule(epoch=st.integers(0, EPOCHS - 1), row=st.integers(0, ROWS - 1))
     def poison(self, epoch, row):
         if len(self.world.poison) < 2:
             self.world.poison.add((epoch, row))
 
+    @fault
     @rule(rank=st.integers(0, 1))
     def spoil(self, rank):
         self.world.spoilt.add((2, rank))
@@ -122,6 +134,7 @@ class MembershipMachine(RuleBasedStateMachine):
         if self.world.end is None and SPARE not in self.world.groups:
             self.world.start_group(SPARE, "spare")
 
+    @fault
     @rule(group=GROUPS)
     def drop(self, group):
         life = self.world.groups.get(group)
@@ -148,6 +161,19 @@ class MembershipMachine(RuleBasedStateMachine):
                 }
 
     @invariant()
+    def without_a_fault_all_train_on(self):
+        """No group is lost as stale or has to copy, and there is nothing to recover from."""
+        told = self.world.told  # who waits before it is heard may be silent for too long
+        lost = [each for each in told("group_lost") if each.reason != "stale"]
+        if self.has_faults or lost:
+            return
+        assert not told("group_lost") and not told("recovered")
+        standings = {group.group: group.standing for group in self.world.status.groups}
+        left = {each.group for each in told("group_left")}
+        joined = {each.group for each in told("group_joined")} - left
+        assert {standings[group] for group in joined} <= {"current"}
+
+    @invariant()
     def validations_are_whole(self):
         """Each validation row was measured by one group."""
         for shares in self.world.joined:
@@ -160,7 +186,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
 TestMembership = MembershipMachine.TestCase
 TestMembership.settings = settings(
-    max_examples=examples(40, fast=12),
+    max_examples=examples(60, fast=20),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -187,8 +187,9 @@ class SettingsPage:
             ui.label("Empty is no limit. What runs already is left to run.")
             with ui.element("div").classes("dialog-fields wide"):
                 self._quota_name = ui.input("Project")
-                self._quota_workers = ui.number("Most workers", min=0, precision=0)
-                self._quota_jobs = ui.number("Most running jobs", min=0, precision=0)
+                # The service says what is no number: `ui.number` would change or drop it.
+                self._quota_workers = ui.input("Most workers").props("inputmode=numeric")
+                self._quota_jobs = ui.input("Most running jobs").props("inputmode=numeric")
         with ui.element("div").classes("trace-head"):
             button("Set quotas", partial(self._open_quotas, {}))
 
@@ -221,10 +222,7 @@ class SettingsPage:
 
     async def _set_quotas(self) -> None:
         fields = {"max_workers": self._quota_workers, "max_running_jobs": self._quota_jobs}
-        body = {
-            name: None if field.value is None else int(field.value)
-            for name, field in fields.items()
-        }
+        body = {name: field.value if field.value != "" else None for name, field in fields.items()}
         name = (self._quota_name.value or "").strip()
         if not name or "/" in name:
             ui.notify("Name the project, without a slash.", type="warning")

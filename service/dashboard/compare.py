@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlencode
@@ -22,12 +23,13 @@ from service.domain.auth import Principal
 from service.domain.membership import sizes_of_job
 from service.domain.models import Attempt, Job, MetricPoint
 from service.domain.sweeps import direction_of, loss_of
-from service.errors import JobNotFound, StoreUnavailable
+from service.errors import JobNotFound, JobUnreadable, StoreUnavailable
 from service.jobs.submit import find_job
 from service.schemas import wording
 
 MAX_COMPARED = 20
 _MAX_POINTS = 300
+_REFRESH_S = 10.0
 _COLOURS = (
     *("#6472e8", "#e0913a", "#2c9f9a", "#d4687c", "#b766c9", "#7c9a35", "#4d9be0", "#8d6e52"),
     *("#3f4aa8", "#a3611b", "#1d6f6b", "#9c3d52", "#7d3f8d", "#536a20", "#2a6aa5", "#5f4a37"),
@@ -97,6 +99,7 @@ class ComparePage:
         self._axis = axis if axis in _AXES else "step"
         self._view = charts.ChartView()
         self._boxes: list[_CompareChart] = []
+        self._is_stale = False
 
     async def build(self) -> None:
         load = partial(_load, self._context, self._reader, self._wanted, self._metrics)
@@ -118,23 +121,29 @@ class ComparePage:
                     ui.label("Nothing to compare yet").classes("blank-title")
                     ui.label("Select jobs in the list, or add one by its name or id.")
         # Read while the browser loads the page.
-        self._reading = asyncio.create_task(self._read_points())
-        ui.timer(0.0, self._begin, once=True)
+        self._reading: asyncio.Task[None] | None = asyncio.create_task(self._read())
+        if self._compared:
+            self._timer = ui.timer(_REFRESH_S, self._refresh)
 
-    async def _read_points(self) -> None:
-        names = [*dict.fromkeys([*self._shown, "speed/rows_per_s"])]
+    async def _read(self) -> None:
+        names = {*self._shown, "speed/rows_per_s"}
         await asyncio.to_thread(_read, self._context.store, self._compared, names)
 
-    async def _begin(self) -> None:
-        """Show what needs points."""
+    async def _refresh(self) -> None:
+        """Show what is new, until all jobs have ended."""
+        reading, self._reading = self._reading or self._read(), None
         try:
-            await self._reading
+            await reading
         except StoreUnavailable as error:
-            ui.notify(f"The curves cannot be read: {error}", type="warning", multi_line=True)
+            if not self._is_stale:
+                ui.notify(f"The curves cannot be read: {error}", type="warning", multi_line=True)
+            self._is_stale = True
             return
-        if self._compared:
-            self._show_results()
-            self._redraw(self._view)
+        self._is_stale = False
+        self._show_results()
+        self._redraw(self._view)
+        if all(each.job.status.is_terminal for each in self._compared):
+            self._timer.cancel()
 
     def _build_head(self) -> None:
         with ui.element("div").classes("page-head"):
@@ -172,7 +181,7 @@ class ComparePage:
 
     def _build_charts(self) -> None:
         names = sorted({name for each in self._compared for name in each.names})
-        with chart_tools(self._redraw, self._boxes):
+        with chart_tools(self._redraw, self._boxes, have_events=False):
             axis = ui.select(_AXES, value=self._axis).props('aria-label="Axis"')
             axis.on_value_change(lambda event: self._choose_axis(event.value))
             chosen = ui.select(names, value=self._shown, multiple=True, with_input=True)
@@ -229,20 +238,26 @@ def _load(
             jobs[job.id] = job
         except JobNotFound:
             missing.append(name)
-    found = [
-        Compared(job, store.list_attempts(job.id), store.metric_names(job.id))
-        for job in jobs.values()
-    ]
+    found = [_known(store, job) for job in jobs.values()]
     known = {name for each in found for name in each.names}
     chosen = dict.fromkeys(metrics or default_metrics([*jobs.values()]))
     return found, missing, [name for name in chosen if name in known]
 
 
-def _read(store: JobStore, compared: Sequence[Compared], names: Sequence[str]) -> None:
-    """Add the points of metrics to each job that has them."""
-    for each in compared:
-        for name in {*names} & {*each.names}:
-            each.points[name] = store.metric_points(each.job.id, name, max_points=_MAX_POINTS)
+def _known(store: JobStore, job: Job) -> Compared:
+    return Compared(job, store.list_attempts(job.id), store.metric_names(job.id))
+
+
+def _read(store: JobStore, compared: list[Compared], names: Set[str]) -> None:
+    """Replace each job by what it is now, with its points, unless it ended and has them."""
+    for number, each in enumerate(compared):
+        if each.points and each.job.status.is_terminal:
+            continue
+        with suppress(JobNotFound, JobUnreadable):  # Then it stays as it was.
+            now = _known(store, store.get_job(each.job.id))
+            for name in names & {*now.names}:
+                now.points[name] = store.metric_points(now.job.id, name, max_points=_MAX_POINTS)
+            compared[number] = now
 
 
 class _CompareChart(ChartBox):

@@ -42,6 +42,8 @@ from service.errors import JobNotFound, JobUnreadable, StorageUnavailable, Store
 
 REFRESH_INTERVAL_S = 1.0
 _MAX_CSV_ROWS = 100_000
+# To all of a chart's zooms. In its options each update would undo a reader's own zoom.
+_WHOLE = {"type": "dataZoom", "start": 0, "end": 100}
 # What is longer is shown as plain text: colours take a second and ten times as many bytes.
 _MAX_COLOURED_CHARS = 50_000
 PanelKind = TypeVar("PanelKind", bound=Panel)
@@ -267,6 +269,8 @@ class ChartBox(ABC):
     def show_zoom(self, *, is_shown: bool) -> None:
         charts.show_zoom(self.chart.options, is_shown=is_shown)
         self.chart.update()
+        if not is_shown:  # Without its slider nobody would know of it.
+            self.chart.run_chart_method("dispatchAction", _WHOLE)
 
     async def _save_csv(self) -> None:
         ui.download.content(await self.read_csv(), f"{self._title}.csv", "text/csv")
@@ -351,7 +355,10 @@ class _ChartPanel(ChartBox):
 
 
 def chart_tools(
-    redraw: Callable[[charts.ChartView], None], boxes: Sequence[ChartBox]
+    redraw: Callable[[charts.ChartView], None],
+    boxes: Sequence[ChartBox],
+    *,
+    have_events: bool = True,
 ) -> ui.element:
     """How all charts of a page are looked at; `boxes` may be filled later."""
     view = charts.ChartView()
@@ -372,7 +379,9 @@ def chart_tools(
         )
         smoothing.props('aria-label="Smoothing"')
         ui.checkbox("Log scale", on_change=lambda event: change(is_log=event.value))
-        ui.checkbox("Events", value=True, on_change=lambda event: change(has_events=event.value))
+        if have_events:
+            marked = ui.checkbox("Events", value=True)
+            marked.on_value_change(lambda event: change(has_events=event.value))
         with ui.checkbox("Zoom", on_change=lambda event: show_zoom(event.value)):
             ui.tooltip("Or turn the wheel over a chart with Ctrl")
     return tools

@@ -46,6 +46,11 @@ _RESIZE_HINTS = {
 }
 _TRACE_HINT = "Gzipped traces in Chrome's format: open them at ui.perfetto.dev or chrome://tracing."
 
+# Not of a list to choose from, which Enter opens, or of a word that is being composed.
+_IN_A_FIELD = (
+    "event => event.isComposing || !event.target.matches('input:not([role=combobox])') || emit()"
+)
+
 # All fields look alike.
 for _field in (ui.input, ui.number, ui.select, ui.textarea):
     _field.default_props("dense outlined")
@@ -73,7 +78,8 @@ def asking(
             dialog.close()
             await on_confirm()
 
-    with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+    with ui.dialog() as dialog, ui.element("div").classes("panel dialog") as box:
+        box.on("keydown.enter", confirmed, js_handler=_IN_A_FIELD)
         ui.label(title).classes("dialog-title")
         yield dialog
         with ui.element("div").classes("dialog-actions"):
@@ -435,7 +441,7 @@ class TracePanel(Panel):
         with asking("Record a trace", "Record", self._record) as self._dialog:
             ui.label("torch.profiler records the next steps, which it slows down meanwhile.")
             with _fields():
-                self._steps = ui.number("Steps", value=3, min=1, max=100, precision=0)
+                self._steps = ui.input("Steps", value="3").props("inputmode=numeric")
                 self._ranks = ui.select([0], label="Ranks", value=[0], multiple=True)
         with ui.element("div").classes("trace-head"):
             self._button = button("Record a trace", self._open)
@@ -458,7 +464,7 @@ class TracePanel(Panel):
             ui.notify("Say how many steps, and of which ranks.", type="warning")
             self._dialog.open()
             return
-        body = {"num_steps": int(self._steps.value), "ranks": list(self._ranks.value)}
+        body = {"num_steps": self._steps.value, "ranks": list(self._ranks.value)}
         done = "The trace appears here once it is written."
         await self._change("POST", "/traces", done, json=body)
 

@@ -10,6 +10,7 @@ from service.domain.auth import PrincipalKind
 from service.domain.timeline import EVENT_KINDS
 from service.schemas.common import ApiModel, RequestModel
 from trainer.layout.hosts import HostFacts
+from trainer.spec.base import FORMS, NAME_PATTERN
 
 
 class Quotas(RequestModel):
@@ -50,8 +51,13 @@ RoleName = Annotated[
     Literal["viewer", "submitter", "admin"],
     BeforeValidator(lambda role: getattr(role, "label", role)),
 ]
-KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]*$"
-Project = Annotated[str, Field(pattern=r"^(\*|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)$")]
+_KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
+_PROJECT_PATTERN = r"^(\*|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)$"
+FORMS[_KEY_NAME_PATTERN] = (
+    "must be 1 to 64 of A-Z, a-z, 0-9 and '._@-', and begin with a letter or digit"
+)
+FORMS[_PROJECT_PATTERN] = f"{FORMS[NAME_PATTERN]}, or be '*' for all"
+Project = Annotated[str, Field(pattern=_PROJECT_PATTERN)]
 
 
 class WhoAmI(ApiModel):
@@ -66,7 +72,7 @@ class WhoAmI(ApiModel):
 class CreateKey(RequestModel):
     """Body of POST /v1/keys."""
 
-    name: str = Field(min_length=1, max_length=64, pattern=KEY_NAME_PATTERN, examples=["ci"])
+    name: str = Field(pattern=_KEY_NAME_PATTERN, examples=["ci"])
     roles: dict[Project, RoleName] = Field(
         min_length=1, max_length=100, examples=[{"default": "submitter"}]
     )

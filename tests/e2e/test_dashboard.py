@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from service import storage
-from service.dashboard import fragments, panels, spec_text
+from service.dashboard import compare, fragments, panels, spec_text
 from service.dashboard.jobs import PAGE_SIZE
 from service.db.jobs import JobStore
 from service.db.sweeps import SweepStore
@@ -179,6 +179,26 @@ def test_jobs_are_found_selected_and_compared(
     expect(page.get_by_text("No jobs yet")).not_to_be_visible()
     page.get_by_label("Metric", exact=True).fill("")
     expect(page.get_by_role("row").filter(has_text=running.id)).to_be_visible(timeout=LIVE_MS)
+
+
+def test_a_comparison_follows_its_jobs_and_is_read_on_after_a_fault_of_the_store(
+    page: Page, dashboard: Dashboard, running: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "_REFRESH_S", 0.2)
+    page.goto(f"/dashboard/compare?jobs={running.id}")
+    results, told = page.locator(".compared"), page.get_by_text("The curves cannot be read")
+    expect(results).to_contain_text("0.9100", timeout=LIVE_MS)
+    with monkeypatch.context() as away:
+        away.setattr(dashboard.store, "get_job", Mock(side_effect=StoreUnavailable("locked")))
+        expect(told).to_be_visible(timeout=LIVE_MS)
+    chart = page.locator(".chart-panel", has_text="train/loss")
+    before = settled_picture(chart)
+    tell(dashboard.store, running, metrics(60, train_loss=2.0, validation_rmse=0.82))
+    expect(results).to_contain_text("0.8200", timeout=LIVE_MS)
+    assert settled_picture(chart) != before
+    ended = replace(dashboard.store.get_job(running.id), status=JobStatus.FAILED, message="broke")
+    dashboard.store.update_job(ended)
+    expect(results).to_contain_text("failed", timeout=LIVE_MS)
 
 
 def test_two_quick_clicks_turn_one_page_the_way_back_is_one_click_and_the_theme_is_remembered(
@@ -535,8 +555,12 @@ def test_progress_and_charts_follow_the_store_without_a_reload(
     page.mouse.wheel(0, -300)
     page.keyboard.up("Control")
     zoomed = settled_picture(loss_chart)
-    page.get_by_role("checkbox", name="Log scale").click()
+    log_scale, zoom = (page.get_by_role("checkbox", name=each) for each in ("Log scale", "Zoom"))
+    log_scale.click()
     assert len({drawn, zoomed, settled_picture(loss_chart)}) == 3
+    for box in (log_scale, zoom, zoom):
+        box.click()
+    wait_for(lambda: loss_chart.screenshot() == drawn, "the whole chart")
 
 
 def test_the_page_of_a_job_says_when_it_cannot_be_read_and_that_it_was_deleted(

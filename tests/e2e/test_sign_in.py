@@ -203,7 +203,14 @@ def test_quotas_are_set_of_the_project_that_is_named_and_of_no_other(
     # What was refused can be corrected.
     expect(dialog.get_by_label("Most workers")).to_have_value("8")
     dialog.get_by_label("Project").fill("ads")
-    dialog.get_by_role("button", name="Set", exact=True).click()
+    workers, jobs = (dialog.get_by_label(f"Most {each}") for each in ("workers", "running jobs"))
+    for number, told in (("-5", "max_running_jobs: Input should be greater"), ("1e400", "unable")):
+        jobs.fill(number)
+        jobs.press("Enter")
+        expect(tab.get_by_role("alert").filter(has_text=told)).to_be_visible()
+        expect(jobs).to_have_value(number)
+    jobs.fill("")
+    workers.press("Enter")
     expect(dialog).not_to_be_visible()
     expect(tab.get_by_role("cell", name="ads", exact=True)).to_be_visible()
     expect(tab.get_by_role("cell", name="0 of 8", exact=True)).to_be_visible()

@@ -56,6 +56,8 @@ def _request_path(error: Any) -> str:
     where, *parts = error["loc"]
     if error["type"] == "json_invalid":
         return str(where)
+    # Pydantic's word for a key of a mapping, which is the part before it and may be empty.
+    parts = [part for part in parts if part not in ("", "[key]")]
     # A field below the one that was checked, as `problem` names it.
     parts += filter(None, [error.get("ctx", {}).get("at")])
     return field_path(parts) or str(where)
@@ -100,7 +102,8 @@ LABEL_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$"
 IDENTIFIER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,62}$"
 _WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 MODULE_PATTERN = rf"^{_WORD}(\.{_WORD})*:{_WORD}$"
-_FORMS = {
+# What to say of a text that does not match its pattern; other schemas add theirs.
+FORMS = {
     NAME_PATTERN: "must be 1 to 63 of a-z, 0-9 and '-', and begin and end with a letter or digit",
     LABEL_PATTERN: "must be 1 to 63 of A-Z, a-z, 0-9 and '_./-', and begin and end with a letter "
     "or digit",
@@ -112,7 +115,7 @@ _FORMS = {
 
 def _text(error: Any) -> str:
     pattern = error["ctx"]["pattern"] if error["type"] == "string_pattern_mismatch" else ""
-    return _FORMS.get(pattern) or error["msg"].removeprefix("Value error, ")
+    return FORMS.get(pattern) or error["msg"].removeprefix("Value error, ")
 
 
 def _message(error: Any, model: type[BaseModel]) -> str:

@@ -286,8 +286,12 @@ def test_a_key_is_shown_once_listed_without_its_secret_and_revoked_at_once(house
     assert (len(set(found)), rest["next"]) == (5, None)
     key_id = made.json()["id"]
     assert house.send("DELETE", f"/v1/keys/{key_id}", "root").json()["revoked_at"] is not None
-    body = {"name": "bot", "roles": {"Default": "viewer"}}
-    assert "roles" in house.send("POST", "/v1/keys", "root", json=body).json()["detail"]
+    for body, told in (
+        ({"name": "bot", "roles": {"Default": "viewer"}}, "roles.Default: must be 1 to 63 of"),
+        ({"name": "bot", "roles": {"": "viewer"}}, "roles: must be 1 to 63 of"),
+        ({"name": "", "roles": {"default": "viewer"}}, "name: must be 1 to 64 of"),
+    ):
+        assert told in house.send("POST", "/v1/keys", "root", json=body).json()["detail"]
     refused = house.send("GET", "/v1/whoami", "bot")
     assert refused.status_code == 401
     assert refused.headers["www-authenticate"].startswith("Bearer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from service.schemas import wording
 MAX_COMPARED = 20
 _MAX_POINTS = 300
 _REFRESH_S = 10.0
+_LATE_S = 60.0
 _COLOURS = (
     *("#6472e8", "#e0913a", "#2c9f9a", "#d4687c", "#b766c9", "#7c9a35", "#4d9be0", "#8d6e52"),
     *("#3f4aa8", "#a3611b", "#1d6f6b", "#9c3d52", "#7d3f8d", "#536a20", "#2a6aa5", "#5f4a37"),
@@ -99,7 +101,7 @@ class ComparePage:
         self._axis = axis if axis in _AXES else "step"
         self._view = charts.ChartView()
         self._boxes: list[_CompareChart] = []
-        self._is_stale = False
+        self._is_stale = self._is_drawn = False
 
     async def build(self) -> None:
         load = partial(_load, self._context, self._reader, self._wanted, self._metrics)
@@ -121,28 +123,32 @@ class ComparePage:
                     ui.label("Nothing to compare yet").classes("blank-title")
                     ui.label("Select jobs in the list, or add one by its name or id.")
         # Read while the browser loads the page.
-        self._reading: asyncio.Task[None] | None = asyncio.create_task(self._read())
+        self._reading: asyncio.Task[bool] | None = asyncio.create_task(self._read())
         if self._compared:
             self._timer = ui.timer(_REFRESH_S, self._refresh)
 
-    async def _read(self) -> None:
+    async def _read(self) -> bool:
         names = {*self._shown, "speed/rows_per_s"}
-        await asyncio.to_thread(_read, self._context.store, self._compared, names)
+        return await asyncio.to_thread(_read, self._context.store, self._compared, names)
 
     async def _refresh(self) -> None:
-        """Show what is new, until all jobs have ended."""
+        """Show what is new, until all jobs have ended and told all."""
         reading, self._reading = self._reading or self._read(), None
         try:
-            await reading
+            is_new = await reading
         except StoreUnavailable as error:
             if not self._is_stale:
                 ui.notify(f"The curves cannot be read: {error}", type="warning", multi_line=True)
             self._is_stale = True
             return
         self._is_stale = False
-        self._show_results()
-        self._redraw(self._view)
-        if all(each.job.status.is_terminal for each in self._compared):
+        if _to_show(self._compared, self._metrics) != self._shown:
+            go_to(self._address(self._wanted))  # With the metrics that there are now.
+        elif is_new or not self._is_drawn:
+            self._show_results()
+            self._redraw(self._view)
+            self._is_drawn = True
+        if all(_is_over(each.job) for each in self._compared):
             self._timer.cancel()
 
     def _build_head(self) -> None:
@@ -239,25 +245,40 @@ def _load(
         except JobNotFound:
             missing.append(name)
     found = [_known(store, job) for job in jobs.values()]
-    known = {name for each in found for name in each.names}
-    chosen = dict.fromkeys(metrics or default_metrics([*jobs.values()]))
-    return found, missing, [name for name in chosen if name in known]
+    return found, missing, _to_show(found, metrics)
+
+
+def _to_show(compared: Sequence[Compared], metrics: Sequence[str]) -> list[str]:
+    """Those of the `metrics`, by default the usual ones, that any job has."""
+    known = {name for each in compared for name in each.names}
+    chosen = dict.fromkeys(metrics or default_metrics([each.job for each in compared]))
+    return [name for name in chosen if name in known]
 
 
 def _known(store: JobStore, job: Job) -> Compared:
     return Compared(job, store.list_attempts(job.id), store.metric_names(job.id))
 
 
-def _read(store: JobStore, compared: list[Compared], names: Set[str]) -> None:
-    """Replace each job by what it is now, with its points, unless it ended and has them."""
-    for number, each in enumerate(compared):
-        if each.points and each.job.status.is_terminal:
+def _is_over(job: Job) -> bool:
+    """Whether a job has ended, and its last records have had time to come."""
+    return job.ended_at is not None and time.time() - job.ended_at > _LATE_S
+
+
+def _read(store: JobStore, compared: list[Compared], names: Set[str]) -> bool:
+    """Replace each job by what it is now, with its points, unless it is over and has them.
+
+    Returns whether anything is new.
+    """
+    before = [*compared]
+    for number, each in enumerate(before):
+        if each.points and _is_over(each.job):
             continue
         with suppress(JobNotFound, JobUnreadable):  # Then it stays as it was.
             now = _known(store, store.get_job(each.job.id))
             for name in names & {*now.names}:
                 now.points[name] = store.metric_points(now.job.id, name, max_points=_MAX_POINTS)
             compared[number] = now
+    return compared != before
 
 
 class _CompareChart(ChartBox):

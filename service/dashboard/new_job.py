@@ -243,8 +243,10 @@ class NewJobPage:
     async def _use_template(self) -> None:
         chosen = self._template = str(self._choice.value)
         query = {"template": self._template} if self._template else {"source": self._source}
+        ui.run_javascript(f"sessionStorage.removeItem({_KEPT_SEARCH})")
         # The draft is kept by its address, and is no copy of the job any more.
         ui.navigate.history.replace(f"{MOUNT_PATH}/new?{urlencode(query)}")
+        self._keep_search()
         text = await self._template_text()
         if chosen == self._template:  # or another was chosen meanwhile
             self._editor.set_value(text)
@@ -257,9 +259,12 @@ class NewJobPage:
         self._pending = ui.timer(_CHECK_AFTER_S, self._check, once=True)
 
     def _search_changed(self) -> None:
+        self._keep_search()
+        self._text_changed()
+
+    def _keep_search(self) -> None:
         kept = json.dumps(json.dumps(self._search.values))
         ui.run_javascript(f"sessionStorage.setItem({_KEPT_SEARCH}, {kept})")
-        self._text_changed()
 
     def _field_changed(self, path: str) -> None:
         if self._is_syncing:

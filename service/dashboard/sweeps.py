@@ -41,7 +41,7 @@ class SearchForm:
     """The fields of a draft to search, and how; `on_change` is called when they change."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
-        def dressed(field: ui.input | ui.number | ui.select) -> Any:
+        def dressed(field: ui.input | ui.select) -> Any:
             field.on_value_change(on_change)
             return field.props("stack-label hide-bottom-space debounce=400")
 
@@ -54,11 +54,11 @@ class SearchForm:
                 self._direction = dressed(ui.select(_DIRECTIONS, label="direction", value=""))
                 self._search = dressed(ui.select([*get_args(Search)], label="search", value="tpe"))
                 numbers = self._trials, self._parallel, self._stop = [
-                    dressed(ui.number(label=label, value=value, min=1, precision=0))
+                    dressed(ui.input(label=label, value=value)).props("inputmode=numeric")
                     for label, value in (
-                        ("trials", 20),
-                        ("at a time", 4),
-                        ("compare first after steps", None),
+                        ("trials", "20"),
+                        ("at a time", "4"),
+                        ("compare first after steps", ""),
                     )
                 ]
                 self._fields = (self._ranges, self._metric, self._direction, self._search, *numbers)
@@ -93,9 +93,10 @@ class SearchForm:
             "metric": (self._metric.value or "").strip() or default,
             "direction": self._direction.value or None,
             "search": self._search.value,
-            "num_trials": int(self._trials.value or 1),
-            "num_parallel": int(self._parallel.value or 1),
-            "early_stopping": {"min_steps": int(stop)} if stop else None,
+            # What is no number is for the service to say.
+            "num_trials": self._trials.value,
+            "num_parallel": self._parallel.value,
+            "early_stopping": {"min_steps": stop} if stop else None,
         }
 
 

@@ -100,6 +100,7 @@ _RESIZES = {
     "request": "as asked",
     "resize": "as asked",
     "room": "as the cluster has room",
+    "no_room": "as there was no room for more",
     "drain": "to leave a host",
     "straggler": "to leave a host that is too slow",
 }

@@ -44,6 +44,8 @@ from trainer.spec.job import JobSpec
 logger = logging.getLogger(__name__)
 # Of attempts: a job that is paused or loses its hosts may have more than it may have failures.
 _MAX_INDEX = 10_000
+# Of a timeline, looked at for the end of an attempt.
+_NUM_LINES = 1000
 _MARK = "being recovered from run storage"
 _NO_SEAL = (
     "it has no seal by this service's secret key: a job changed it, an older version wrote it, or "
@@ -209,9 +211,7 @@ def _add(
     told = store.get_attempt(attempt.id)
     if may_live or told.end_reason is not None:
         return
-    newest = store.list_timeline(attempt.job_id, newest=True, limit=1)
-    told_at = [line.time for line in newest if line.attempt_id == told.id]
-    last_at = max([told.created_at, *told_at])
+    last_at = _last_told_at(store, told)
     message = "nothing on run storage says how it ended"
     forgotten = ReportedEnd(EndReason.FORGOTTEN, message, last_at)
     end = told.reported_end or untold_end or forgotten
@@ -219,6 +219,16 @@ def _add(
     ended_at = last_at if told.reported_end else end.time
     ended = replace(told, end_reason=end.reason, message=end.message, ended_at=ended_at)
     store.update_job(store.get_job(attempt.job_id), attempt=ended)
+
+
+def _last_told_at(store: JobStore, attempt: Attempt) -> float:
+    """When a driver told the end of its attempt, else the newest of the lines about it."""
+    for kinds in (("attempt_ended",), ()):
+        lines = store.list_timeline(attempt.job_id, kinds=kinds, newest=True, limit=_NUM_LINES)
+        times = [line.time for line in lines if line.attempt_id == attempt.id]
+        if times:
+            return max(times)
+    return attempt.created_at
 
 
 def main(*, believe_all: bool) -> int:

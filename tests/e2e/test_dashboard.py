@@ -199,6 +199,11 @@ def test_a_comparison_follows_its_jobs_and_is_read_on_after_a_fault_of_the_store
     ended = replace(dashboard.store.get_job(running.id), status=JobStatus.FAILED, message="broke")
     dashboard.store.update_job(ended)
     expect(results).to_contain_text("failed", timeout=LIVE_MS)
+    fresh = start_job(dashboard.store, "fresh")
+    page.goto(f"/dashboard/compare?jobs={fresh.id}")
+    expect(results).to_contain_text("fresh", timeout=LIVE_MS)
+    tell(dashboard.store, fresh, metrics(10, train_loss=0.5))
+    expect(page.locator(".chart-panel", has_text="train/loss")).to_be_visible(timeout=LIVE_MS)
 
 
 def test_two_quick_clicks_turn_one_page_the_way_back_is_one_click_and_the_theme_is_remembered(
@@ -382,6 +387,15 @@ def test_a_draft_is_kept_by_its_tab_until_a_job_was_made_of_it(
     expect(editor).to_contain_text(drafted)
     expect(sweep).to_be_visible(timeout=LIVE_MS)
     expect(trials).to_have_value("7")
+    page.get_by_role("combobox", name="Begin with").click()
+    page.get_by_role("option", name="movielens-auto").click()
+    expect(editor).not_to_contain_text(drafted)
+    page.reload()
+    expect(trials).to_have_value("7")
+    page.goto("/dashboard/new")
+    editor.press("ControlOrMeta+a")
+    page.keyboard.insert_text(drafted)
+    expect(trials).to_have_value("20")
     searched.fill("")
     expect(page.get_by_text("Valid", exact=True)).to_be_visible(timeout=LIVE_MS)
     page.get_by_role("button", name="Submit").click()

@@ -328,7 +328,8 @@ class JobRunner:
             return PAUSED_EARLY
         before, self._size = self._size, current.num_workers
         request = self._requests.poll()
-        self.attempt.report_size(before, self._size, self._cause, request, restarted=True)
+        has_trained = self._cause != EndReason.NO_ROOM
+        self.attempt.report_size(before, self._size, self._cause, request, restarted=has_trained)
         run = self._run(run_index, current)
         self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), time.time())
         if self.attempt.capacity:

@@ -409,7 +409,7 @@ def prepare_next_job(context: DriverContext) -> None:
     import ray
 
     def start_workers() -> None:
-        # Where none began, those that wait for a job wait still.
+        # Where no rank told anything, those that waited for this job may wait for the next one.
         has_begun = any(path.stem != "driver" for path in context.files.stream_paths())
         if not (ray.is_initialized() and has_begun):
             return

@@ -712,6 +712,7 @@ def test_groups_start_when_the_fewest_fit_and_grow_as_nodes_come(world: World) -
     assert not world.num_asks
     world.become("listening", (2, 0))
     world.look()
+    assert len(world.told(events.Resized)) == 1, "it does not train yet"
     world.become("current", (2, 0))
     world.look()
     start, resized = world.told(events.Resized)

@@ -108,6 +108,10 @@ def test_a_job_is_submitted_from_the_page_and_watched_to_its_end(tab: Page, hous
     tab.get_by_label("training.epochs").fill("5")
     expect(editor).to_contain_text("epochs: 5", timeout=LIVE_MS)
     tab.get_by_role("button", name="Submit").click()
+    # A page that is not connected yet forgets what is clicked.
+    expect(tab.get_by_text(re.compile("No log has been|Logs appear"))).to_be_visible(
+        timeout=LIVE_MS
+    )
     tab.get_by_role("tab", name="Spec").click()
     expect(tab.locator(".differences tbody tr")).to_have_text(re.compile("training.epochs.*5"))
     tab.goto("/dashboard/new")

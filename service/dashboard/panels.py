@@ -117,12 +117,24 @@ class Panel(ABC):
     def _snapshot(self) -> JobSnapshot:
         return self._shown.snapshot
 
-    async def _change(self, method: str, path: str, done: str = "", **options: Any) -> None:
-        """Send a request about the job; a notice says what came of it."""
+    async def _change(
+        self,
+        method: str,
+        path: str,
+        done: str = "",
+        from_dialog: ui.dialog | None = None,
+        **options: Any,
+    ) -> None:
+        """Send a request about the job; a notice says what came of it.
+
+        `from_dialog` is opened again where it was refused, with what was typed.
+        """
         try:
             await self._rest.send(method, f"/v1/jobs/{self._snapshot.job.id}{path}", **options)
         except Refused as refused:
             ui.notify(str(refused), type="warning", multi_line=True)
+            if from_dialog:
+                from_dialog.open()
         else:
             if done:
                 ui.notify(done)
@@ -240,9 +252,13 @@ class ExportPanel(Panel):
         await self._change("DELETE", f"/exports/{export_id}", done)
 
     async def _export(self) -> None:
-        body = {"checkpoint": str(self._checkpoint.value), "quantize": self._tables.value}
+        if self._checkpoint.value is None:
+            ui.notify("That checkpoint is gone; choose another one.", type="warning")
+            self._dialog.open()
+            return
+        body = {"checkpoint": self._checkpoint.value, "quantize": self._tables.value}
         done = "The export appears here; it takes seconds to minutes."
-        await self._change("POST", "/exports", done, json=body)
+        await self._change("POST", "/exports", done, self._dialog, json=body)
 
 
 class LogView:
@@ -466,7 +482,7 @@ class TracePanel(Panel):
             return
         body = {"num_steps": self._steps.value, "ranks": list(self._ranks.value)}
         done = "The trace appears here once it is written."
-        await self._change("POST", "/traces", done, json=body)
+        await self._change("POST", "/traces", done, self._dialog, json=body)
 
 
 class ShardingPanel(Panel):

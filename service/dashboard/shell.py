@@ -27,6 +27,17 @@ _NEXT_THEME = {"auto": "dark", "dark": "light", "light": "auto"}
 _THEME_ICONS = {"auto": "contrast", "dark": "dark_mode", "light": "light_mode"}
 _THEME_VALUES = {"auto": None, "dark": True, "light": False}
 
+# While NiceGUI shows that the connection is lost it tries again for good, also where the session
+# has ended: then the page would lead to the form to sign in.
+_SIGN_IN_AGAIN = """
+setInterval(async () => {
+  if (document.getElementById("popup").ariaHidden === "true") return;
+  const headers = { Accept: "text/html" };
+  const page = await fetch(location.href, { headers, redirect: "manual" }).catch(() => null);
+  if (page?.type === "opaqueredirect") location.reload();
+}, 5000);
+"""
+
 
 @contextmanager
 def page_frame(title: str, rest: Rest) -> Iterator[None]:
@@ -34,6 +45,7 @@ def page_frame(title: str, rest: Rest) -> Iterator[None]:
     ui.add_css(STATIC_DIR / "dashboard.css")
     ui.colors(primary=ACCENT, negative="#c0272d")
     ui.page_title(f"{title} · Shardloom")
+    ui.run_javascript(_SIGN_IN_AGAIN)
     with ui.element("header").classes("topbar"), ui.element("div").classes("topbar-inner"):
         with ui.element("a").classes("brand").props(f'href="{MOUNT_PATH}/" aria-label="Shardloom"'):
             ui.html((STATIC_DIR / "logo.svg").read_text(encoding="utf-8"), sanitize=False)

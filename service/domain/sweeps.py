@@ -180,6 +180,12 @@ class Observed:
         return self.job.latest_metrics.get(metric) if self.job else None
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it lost a comparison, and was not trained to its end all the same."""
+        has_succeeded = self.job is not None and self.job.status is JobStatus.SUCCEEDED
+        return self.trial.stopped_at is not None and not has_succeeded
+
+    @property
     def has_failed(self) -> bool:
         if self.job is None:
             return bool(self.trial.message)
@@ -290,12 +296,17 @@ def _rungs(sweep: Sweep, trials: Sequence[Observed]) -> list[Rung]:
 
 
 def best_of(sweep: Sweep, trials: Sequence[Observed]) -> Observed | None:
-    """The trial with the best newest value of the metric, the earliest of equals."""
+    """The trial with the best newest value of the metric, the earliest of equals.
+
+    One that was stopped is the best only where all were: others went on, and may be worse by now
+    than it was when it lost to them.
+    """
     best: Observed | None = None
-    for each in trials:
+    for each in sorted(trials, key=lambda each: each.is_stopped):
         value = each.value(sweep.metric)
         if value is None or math.isnan(value):
             continue
-        if best is None or sweep.is_better(value, best.value(sweep.metric) or 0.0):
+        is_alike = best is not None and each.is_stopped == best.is_stopped
+        if best is None or (is_alike and sweep.is_better(value, best.value(sweep.metric) or 0.0)):
             best = each
     return best

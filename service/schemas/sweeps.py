@@ -185,10 +185,13 @@ class SweepDetail(SweepSummary):
 
     @property
     def ranked(self) -> list[TrialOut]:
-        """The trials, best first; those without a value last, in the order of their numbers."""
+        """The trials, best first; then those that were stopped, and at last, in the order of their
+        numbers, those without a value.
+        """
 
-        def order(trial: TrialOut) -> tuple[bool, float]:
+        def order(trial: TrialOut) -> tuple[bool, bool, float]:
             value = trial.value if trial.has_value else None
-            return value is None, loss_of(self.direction, value or 0.0)
+            is_stopped = trial.stopped_at is not None and trial.status is not JobStatus.SUCCEEDED
+            return value is None, is_stopped, loss_of(self.direction, value or 0.0)
 
         return sorted(self.trials, key=order)

@@ -62,6 +62,8 @@ def test_a_sweep_says_why_its_trials_were_refused() -> None:
 def test_trials_are_ranked_by_value_and_those_without_a_number_come_last() -> None:
     found = detail(0.8, None, 0.6, math.nan)
     assert [trial.number for trial in found.ranked] == [2, 0, 1, 3]
+    found.trials[2] = found.trials[2].model_copy(update={"stopped_at": 200})
+    assert [trial.number for trial in found.ranked] == [0, 2, 1, 3], "it lost where they compared"
     turned = found.model_copy(update={"direction": "maximize"})
     assert [trial.number for trial in turned.ranked] == [0, 2, 1, 3]
     nearest = detail(0.2, None, 1.1, 0.98).model_copy(update={"direction": "approach_one"})

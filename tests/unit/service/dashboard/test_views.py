@@ -231,16 +231,16 @@ def test_checkpoints_are_newest_first_and_mark_the_best() -> None:
     assert best[:2] == ["500", "best"]
 
 
-def test_attempts_are_counted_from_one_and_a_live_one_is_still_running() -> None:
+def test_attempts_are_counted_as_in_the_timeline_and_a_live_one_is_still_running() -> None:
     job = running_job()
     ended = attempt_of(job, started_at=NOW, ended_at=NOW + 5, end_reason=EndReason.DRIVER_LOST)
     live = attempt_of(job, index=1, started_at=NOW + 60)
     attempts = [ended, live, attempt_of(job, index=2)]
     html = fragments.render("attempts.html", job=job, attempts=attempts, now=NOW + 75)
     waiting, newest, oldest = rows_of(html)
-    assert waiting[:4] == ["3", "live", "–", "–"]  # noqa: RUF001
-    assert newest[:4] == ["2", "live", "+01:00", "15s"]
-    assert oldest[:4] == ["1", "driver lost", "+00:00", "5s"]
+    assert waiting[:4] == ["2", "live", "–", "–"]  # noqa: RUF001
+    assert newest[:4] == ["1", "live", "+01:00", "15s"]
+    assert oldest[:4] == ["0", "driver lost", "+00:00", "5s"]
     assert 'tone-bad">driver lost' in html
 
 

@@ -152,6 +152,11 @@ def test_the_best_trial_has_the_best_value_that_is_a_number():
     assert best is not None
     assert best.trial.number == 0
     assert best_of(SWEEP, [observed(0)]) is None
+    # It was the best of all where they were compared, and has trained on.
+    winner = observed(0, JobStatus.SUCCEEDED, value=0.9)
+    losers = [observed(n, JobStatus.PAUSED, value=0.8 + n / 100, stopped_at=200) for n in (2, 1)]
+    assert best_of(SWEEP, [*losers, winner]) == winner
+    assert best_of(SWEEP, losers) == losers[1]
 
 
 def test_of_calibration_the_trial_nearest_to_1_wins():

@@ -139,7 +139,7 @@ class ComparePage:
         except StoreUnavailable as error:
             if not self._is_stale:
                 ui.notify(f"The curves cannot be read: {error}", type="warning", multi_line=True)
-            self._is_stale = True
+            self._is_stale, self._is_drawn = True, False  # some may have been read
             return
         self._is_stale = False
         if _to_show(self._compared, self._metrics) != self._shown:

@@ -9,6 +9,7 @@ from functools import cache
 from ipaddress import ip_network
 from typing import Any
 
+import helm_python
 import pytest
 import yaml
 from kubernetes.utils.quantity import parse_quantity
@@ -24,6 +25,7 @@ from tests.unit.k8s.rendering import (
     FULL,
     PROJECT,
     build,
+    chart,
     every_variant,
     objects_of,
     of_kind,
@@ -436,6 +438,25 @@ def test_streams_stay_open_and_a_gateway_that_knows_no_timeouts_takes_the_route(
     ):
         (route,) = of_kind(manifests, "HTTPRoute")
         assert route["spec"]["rules"][0].get("timeouts") == timeouts
+
+
+def test_traefik_leaves_a_browser_at_the_replica_that_has_its_page() -> None:
+    (ingress,) = of_kind(build("gpu"), "Ingress")
+    assert ingress["spec"]["ingressClassName"] == "traefik"
+    service = one(build("gpu"), "Service", "shardloom")
+    sticky = "traefik.ingress.kubernetes.io/service.sticky.cookie"
+    assert service["metadata"]["annotations"] == {sticky: "true"}
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_an_install_tells_of_the_administrator_s_key_where_the_chart_makes_it(
+    is_made: bool,
+) -> None:
+    asked = merged(values("gpu"), {"secrets": {"generate": is_made}})
+    with helm_python.Chart.load(chart()) as loaded:
+        notes = loaded.render(asked)["shardloom/templates/NOTES.txt"]
+    assert ("get secret shardloom-first-key" in notes) is is_made
+    assert notes.startswith("Shardloom")
 
 
 def test_where_no_operator_is_nothing_of_it_is_asked_for() -> None:

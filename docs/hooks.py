@@ -330,7 +330,9 @@ def _settings() -> str:
         if field.default_factory is None and field.default not in (None, [], {}, ()):
             default = _plain(field.default).replace(sys.executable, "python")
             text += f" Default: {_code(default)}."
-        parts.append(f"| `SHARDLOOM_{name.upper()}` | {text} |")
+        aliases = getattr(field.validation_alias, "choices", (name, f"SHARDLOOM_{name.upper()}"))
+        names = ", ".join(_code(str(each)) for each in aliases[1:])
+        parts.append(f"| {names} | {text} |")
     return "\n".join(parts) + "\n"
 
 

@@ -21,7 +21,7 @@ _MAX_NAME_CHARS = 200
 OF_POSITION = re.compile(r"(phase|memory)/\w+/\d+")
 SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_undurable"
 # Causes of lost time in words, where the coordinator's names are other ones.
-_CAUSES = {"redo": "work done again", "hang": "hangs", "checkpoint": "checkpoints"}
+_CAUSES = {"redo": "lost work", "hang": "hangs", "checkpoint": "checkpoints"}
 
 
 def watched_names(watched: str) -> tuple[str, ...]:

@@ -188,7 +188,7 @@ def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
     assert "<strong>96.0%</strong> goodput of this attempt" in html
     assert 'gained" style="width: 96.000%" title="goodput: 96.0%"' in html
     assert 'loss-0" style="width: 3.000%" title="start: 3.0%"' in html
-    assert 'loss-1" style="width: 1.000%" title="work done again: 1.0%"' in html
+    assert 'loss-1" style="width: 1.000%" title="lost work: 1.0%"' in html
     assert lanes(told) == ()
     assert fragments.lanes(*told, NOW) == ""
 

@@ -331,6 +331,7 @@ def _trainer(run: TrainRun) -> Any:
             # Restarts are ours to count.
             failure_config=FailureConfig(
                 max_failures=0,
+                max_preemption_failures=0,
                 controller_failure_limit=0 if run.node_ids else -1,
             ),
         ),

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.harness.builders import spec
+from tests.unit.trainer.driver.scripted import attempt_in
 from trainer import failures
 from trainer.failures import EndReason, Failure, WorkerFailure
 
@@ -17,6 +19,10 @@ from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupFailedError,
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
+)
+from ray.train.v2._internal.execution.failure_handling import (
+    FailureDecision,
+    create_failure_policy,
 )
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
@@ -129,6 +135,15 @@ def test_a_controller_that_the_memory_monitor_ended_ran_out_of_memory(monkeypatc
 def test_a_preempted_node_is_told_from_a_lost_one() -> None:
     failure = died("The actor died because its node has died.", preempted=True)
     assert (failure.reason, failure.blamed_host) == (EndReason.PREEMPTED, "")
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_lost_workers_are_never_started_again_by_ray_train_itself(tmp_path, preempted: bool):
+    run = ray_train.TrainRun(attempt_in(tmp_path, spec()).config(0), 2, node_ids=("a", "b"))
+    policy = create_failure_policy(ray_train._trainer(run).run_config.failure_config)
+    death = WorkerHealthCheckFailedError(WORKER, _Death("its node has died", preempted))
+    lost = WorkerGroupError("it failed", {0: RuntimeError("connection closed"), 1: death})
+    assert policy.make_decision(lost) is FailureDecision.RAISE
 
 
 def test_an_error_in_training_code_is_told_with_its_type() -> None:

@@ -149,8 +149,9 @@ class GroupRunLoop:
     """One run of all groups: from the seed or a checkpoint until none is left, or all is done.
 
     `read_hosts` gives the live hosts by address; `launch` starts the workers of one group, and its
-    result is their end. The `coordinator` is this run's own, the records last for all runs. `clock`
-    never runs backwards; hosts are excluded and drained by Unix time.
+    result is their end. The `coordinator` is this run's own, the records last for all runs. `size`
+    is the number of workers that was reported last, at first by the run before. `clock` never runs
+    backwards; hosts are excluded and drained by Unix time.
     """
 
     attempt: Attempt
@@ -167,6 +168,7 @@ class GroupRunLoop:
     wall_clock: Callable[[], float] = time.time
     wait: Callable[[float], None] = time.sleep
     runs: dict[int, GroupRun] = field(default_factory=dict)
+    size: int | None = None
 
     def __post_init__(self) -> None:
         attempt = self.attempt
@@ -190,7 +192,7 @@ class GroupRunLoop:
         # When there were enough groups last, and any at all.
         self._enough_at = self._any_at = self.clock()
         self._is_shortage_told = False
-        self._size: int | None = None
+        self._is_restarted = self.size is not None  # until its own size is reported
         self._resize_cause = ""
         self._leaving: frozenset[str] = frozenset()  # hosts about which a save was asked for
         self._num_saves = 0
@@ -544,10 +546,12 @@ class GroupRunLoop:
         if not runs or not is_steady:
             return
         size = len(runs) * self._policy.group_size
-        before, self._size = self._size, size
+        before, self.size = self.size, size
         if before is not None and size > before:
             self._resize_cause = "room" if request.workers is None else "request"
-        self.attempt.report_size(before, size, self._resize_cause, request, restarted=False)
+        cause, restarted = self._resize_cause, self._is_restarted
+        self.attempt.report_size(before, size, cause, request, restarted=restarted)
+        self._is_restarted = False
 
     def _check_shortage(self) -> Ended | None:
         """Tell once that there have been too few groups for a while; ends a run that had none."""

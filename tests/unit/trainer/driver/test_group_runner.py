@@ -70,13 +70,13 @@ class World:
         self.files = self.attempt.context.files
         self.begin(self.attempt)
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: Attempt, size: int | None = None) -> None:
         times = {"clock": lambda: self.now, "wait": self.wait}
         times |= {"wall_clock": lambda: self.now - self.set_back_s}
         times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
         policy = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
         parts = self.read_hosts, self.launch, self, HostRecord(2, 600), policy, 0, self.kill_on
-        self.life = GroupRunLoop(attempt, *parts, **times)
+        self.life = GroupRunLoop(attempt, *parts, **times, size=size)
 
     def grow_by_itself(self) -> None:
         """The cluster has an autoscaler, and no host yet."""
@@ -576,6 +576,22 @@ def test_an_attempt_that_begins_resized_tells_its_size(world: World) -> None:
         assert world.look() is None
     (resized,) = world.told(events.Resized)
     assert (resized.world_size_before, resized.world_size, resized.cause) == (3, 2, "request")
+
+
+@pytest.mark.parametrize(("hosts", "told"), [("abc", [(2, 3, "room", True)]), ("ab", [])])
+def test_a_run_of_all_groups_reports_its_size_where_the_one_before_had_another(
+    world: World, hosts: str, told: list[tuple[int, int, str, bool]]
+) -> None:
+    world.hosts = dict.fromkeys(hosts, 1)
+    world.begin(world.attempt, size=2)
+    assert world.look() is None
+    world.become("current", *((group, 0) for group in world.life.runs))
+    for _ in range(3):
+        assert world.look() is None
+    assert told == [
+        (each.world_size_before, each.world_size, each.cause, each.restarted)
+        for each in world.told(events.Resized)
+    ]
 
 
 def test_a_drained_host_is_left_when_its_replacement_trains(world: World) -> None:

@@ -106,7 +106,7 @@ class RayCoordinator:
                 f"({failures.described(error)}): is the head node short of CPUs or memory, or run "
                 "storage away? The log `coordinator` and Ray's own say more"
             )
-            raise AttemptFailed(Failure(EndReason.WORKERS_LOST, message)) from error
+            raise AttemptFailed(Failure(EndReason.DRIVER_LOST, message)) from error
         self._heard_at = time.monotonic()
 
     def status(self) -> CoordinatorStatus | None:

@@ -183,7 +183,7 @@ def test_a_coordinator_that_does_not_start_costs_a_try_and_no_job(
     attempt = attempt_of(make_config(small_movielens, tmp_path, "parallelism.placement=inter_host"))
     with pytest.raises(AttemptFailed, match="did not start within 300 s") as caught:
         RayCoordinator(attempt, 0)
-    assert caught.value.failure.reason == EndReason.WORKERS_LOST
+    assert caught.value.failure.reason == EndReason.DRIVER_LOST
 
 
 def test_a_coordinator_that_goes_with_the_cluster_ends_the_attempt_without_a_failure(

@@ -252,12 +252,17 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
 
         _set_unless_given(GROUP_SETTINGS)
         policy = ReplacementPolicy(attempt.spec.recovery.replace_stragglers)
+        size: int | None = None
 
         def run_once(index: int) -> Outcome:
+            nonlocal size
             coordinator = RayCoordinator(attempt, index)
-            return GroupRunLoop(
-                attempt, find_hosts, launch, coordinator, record, policy, index
-            ).run()
+            loop = GroupRunLoop(
+                attempt, find_hosts, launch, coordinator, record, policy, index, size=size
+            )
+            failure = loop.run()
+            size = loop.size
+            return failure
 
         return run_once
 
@@ -355,7 +360,7 @@ def failure_behind(error: Exception, context: DriverContext) -> Failure:
     reason, message = EndReason.TRAINING_ERROR, f"{type(error).__name__}: {error}"
     # Without a number it is none of the operating system's, as a time-out of Ray.
     if isinstance(error, RayError) or (isinstance(error, OSError) and error.errno is None):
-        reason = EndReason.WORKERS_LOST
+        reason = EndReason.DRIVER_LOST
         message += "; does the head node of Ray answer, or is it short of CPUs or memory?"
     elif isinstance(error, OSError):
         reason = EndReason.STORAGE_ERROR
@@ -405,17 +410,18 @@ def _completed(context: DriverContext) -> events.AttemptEnded:
 
 
 def prepare_next_job(context: DriverContext) -> None:
-    """Start workers as many as this attempt had, for whichever comes next."""
-    import ray
+    """Start workers for whichever comes next, as many as this one takes and there is room for."""
 
     def start_workers() -> None:
         # Where no rank told anything, those that waited for this job may wait for the next one.
-        has_begun = any(path.stem != "driver" for path in context.files.stream_paths())
-        if not (ray.is_initialized() and has_begun):
+        paths = context.files.stream_paths()
+        if not any(path.stem.startswith(("workers", "group")) for path in paths):
             return
         spec = context.read_resolved_spec()
         if not wants_gpu(spec, num_gpus()):  # whose workers have an environment of their own
-            start_warm_workers(spec.parallelism.world_size)
+            hosts = read_hosts(demand_per_worker(spec, use_gpu=False))
+            room = sum(host.num_slots for host in hosts)
+            start_warm_workers(min(spec.parallelism.world_size, room))
 
     try:
         in_thread(start_workers, "warm workers").result(WARM_WORKERS_TIMEOUT_S)

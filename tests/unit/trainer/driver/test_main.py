@@ -18,6 +18,7 @@ from ray.exceptions import RaySystemError
 from tests.harness.builders import spec, spec_document
 from tests.harness.files import records_in
 from tests.harness.wait import scaled
+from tests.unit.trainer.driver.scripted import attempt_in
 from trainer.driver import main
 from trainer.driver.attempt import (
     PAUSED,
@@ -30,7 +31,8 @@ from trainer.driver.attempt import (
     run_with_restarts,
     warn,
 )
-from trainer.driver.cluster import hosts_of, kill_workers, shortage
+from trainer.driver.cluster import Host, hosts_of, kill_workers, shortage
+from trainer.driver.group_runner import GroupRunLoop
 from trainer.driver.main import choose_layout, start_mirror
 from trainer.failures import EndReason, Failure
 from trainer.layout.choice import Choice
@@ -133,8 +135,8 @@ def test_a_driver_that_starts_after_its_attempt_has_ended_does_nothing(
     ("error", "reason"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), EndReason.STORAGE_ERROR),
-        (TimeoutError("Ray does not answer"), EndReason.WORKERS_LOST),
-        (RaySystemError("GCS does not answer"), EndReason.WORKERS_LOST),
+        (TimeoutError("Ray does not answer"), EndReason.DRIVER_LOST),
+        (RaySystemError("GCS does not answer"), EndReason.DRIVER_LOST),
         (KeyError("a fault of ours"), EndReason.TRAINING_ERROR),
     ],
 )
@@ -147,22 +149,57 @@ def test_an_attempt_whose_run_storage_or_ray_fails_ends_so_that_another_follows(
     assert ended.reason == reason
     assert str(error) in ended.message
     assert (str(context.run_dir) in ended.message) is (reason == EndReason.STORAGE_ERROR)
-    assert ("head node of Ray" in ended.message) is (reason == EndReason.WORKERS_LOST)
+    assert ("head node of Ray" in ended.message) is (reason == EndReason.DRIVER_LOST)
 
 
+@pytest.mark.parametrize("began", ["workers-0", "group-g0i0-0"])
 def test_only_an_attempt_whose_workers_began_has_others_started_for_the_next_job(
-    context: DriverContext, monkeypatch: pytest.MonkeyPatch
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch, began: str
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr(main, "start_warm_workers", started.append)
     monkeypatch.setattr(main, "num_gpus", lambda: 0)
+    monkeypatch.setattr(main, "read_hosts", lambda demand: [Host("10.0.0.1", 8, 0)])
     job = spec(parallelism={"workers": 4})
     context.files.resolved_spec_path.write_text(job.model_dump_json())
-    for stream, expected in (("driver", []), ("workers-0", [4])):
+    for stream, expected in (("driver", []), ("coordinator-0", []), (began, [4])):
         warn(EventWriter(context.files.stream_path(stream)), "something is told")
         main.prepare_next_job(context)
         assert started == expected
+
+
+def test_no_more_workers_are_started_for_the_next_job_than_the_cluster_has_room_for(
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(main, "start_warm_workers", started.append)
+    monkeypatch.setattr(main, "num_gpus", lambda: 0)
+    hosts = [Host(address, 4, 0) for address in ("10.0.0.1", "10.0.0.2")]
+    monkeypatch.setattr(main, "read_hosts", lambda demand: hosts)
+    job = spec(parallelism={"workers": {"min": 1, "max": 64}})
+    context.files.resolved_spec_path.write_text(job.model_dump_json())
+    warn(EventWriter(context.files.stream_path("workers-0")), "something is told")
+    main.prepare_next_job(context)
+    assert started == [8]
+
+
+def test_a_run_of_the_groups_begins_with_the_size_that_the_run_before_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int | None] = []
+
+    def run(loop: GroupRunLoop) -> None:
+        sizes.append(loop.size)
+        loop.size = 2
+
+    monkeypatch.setattr(GroupRunLoop, "run", run)
+    monkeypatch.setattr("trainer.driver.coordinator_actor.RayCoordinator", Mock())
+    monkeypatch.setattr(main, "_set_unless_given", Mock())
+    layout = {"workers": 3, "shard_group_size": 1, "placement": "inter_host"}
+    run_once = main.runner_for(attempt_in(tmp_path, spec(parallelism=layout)))
+    run_once(0)
+    run_once(1)
+    assert sizes == [None, 2]
 
 
 def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:

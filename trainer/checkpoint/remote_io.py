@@ -234,8 +234,15 @@ def _member_of(kind: Any, name: str) -> enum.Enum:
 class _Reader(FileSystemReader):
     """Reads a checkpoint from a disk; nothing in its metadata is run."""
 
+    _metadata: Metadata | None = None
+
     def read_metadata(self) -> Metadata:
-        """The checkpoint's metadata; raises OSError, `DataError` or `pickle.UnpicklingError`."""
+        """The checkpoint's metadata, read once.
+
+        Raises OSError, `DataError` or `pickle.UnpicklingError`.
+        """
+        if self._metadata is not None:
+            return self._metadata
         path = cast(Folder, self.path) / METADATA
         if isinstance(path, Location):
             content = path.read_bytes()
@@ -254,6 +261,7 @@ class _Reader(FileSystemReader):
                 f"{path} is no description of a checkpoint: {error}; it was damaged, or something "
                 "else than Shardloom wrote it. Name another checkpoint"
             ) from error
+        self._metadata = found
         return found
 
 

@@ -155,11 +155,12 @@ def _discard(folder: Folder, error: BaseException) -> NoReturn:
 
 
 def _gather(read: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
-    """What each rank reads, on every rank; `FAULTS` of any rank are raised on all. Collective."""
+    """What each rank reads, on every rank; `FAULTS` of any rank are raised on all, and so is what
+    is no checkpoint. Collective."""
     mine: Result | Exception
     try:
         mine = read()
-    except FAULTS as error:
+    except (*FAULTS, pickle.UnpicklingError) as error:
         mine = error
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=group)
@@ -253,9 +254,18 @@ def load(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None 
     where storage is away, and `CheckpointRefused` where it would run code.
     """
     reader, planner = reader_for(folder), SafeLoadPlanner()
+
+    def read_metadata() -> None:
+        reader.read_metadata()
+
     try:
+        # Before DCP does, which loses what that raises.
+        if dist.is_initialized():
+            _gather(read_metadata, group)
+        else:
+            read_metadata()
         dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
-    except (CheckpointException, OSError) as error:
+    except (CheckpointException, *FAULTS, pickle.UnpicklingError) as error:
         if isinstance(cause := _cause(error), DataError):
             raise _as_storage_fault(cause) from error
         if isinstance(cause, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.unit.trainer.export.export_case import spec_document
-from trainer.checkpoint import resume, save_load
+from trainer.checkpoint import remote_io, resume, save_load
 from trainer.checkpoint.files import (
     CheckpointGone,
     Commit,
@@ -34,6 +36,7 @@ from trainer.data.manifest import Manifest, write_manifest
 from trainer.data.parquet import ParquetSource
 from trainer.data.position import DataPosition
 from trainer.data.reader import encodings_digest, order_digest
+from trainer.errors import StorageError
 from trainer.protocol.requests import Rewind, read_rewind
 from trainer.protocol.run_dir import RunDir, file_record
 from trainer.spec import validate_spec
@@ -155,6 +158,17 @@ def test_a_checkpoint_that_stays_but_cannot_be_loaded_is_not_tried_again(tmp_pat
     load = Mock(side_effect=[CheckpointGone(), None])
     with pytest.raises(CheckpointGone):
         resume._load_first(lambda: found, load)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_description_that_storage_does_not_give_during_a_load_is_no_fault_of_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_load.save(tmp_path, {"weight": torch.ones(3)})
+    away = OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr(remote_io, "read_untrusted", Mock(side_effect=away))
+    with pytest.raises(StorageError, match=r"cannot be read .*Stale file handle"):
+        save_load.load(tmp_path, {"weight": torch.zeros(3)})
 
 
 def test_whatever_moves_rows_changes_the_digest(tmp_path: Path) -> None:

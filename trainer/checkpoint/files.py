@@ -95,6 +95,13 @@ def find_folders(checkpoints_dir: Folder) -> list[Folder]:
     ]
 
 
+def is_empty(checkpoints_dir: Folder) -> bool:
+    """Whether nothing lies in it, not even what was set aside."""
+    if isinstance(checkpoints_dir, Path):
+        return not any(checkpoints_dir.iterdir())
+    return not checkpoints_dir.is_dir()
+
+
 def read_file(folder: Folder, name: str) -> bytes | None:
     """A small file; None where there is none. Raises `StorageError` where storage is away."""
     try:

@@ -32,6 +32,7 @@ from trainer.checkpoint.files import (
     beyond_retention,
     checkpoints_of,
     folder_name,
+    is_empty,
     list_committed,
     place_of,
     remove_folder,
@@ -51,10 +52,12 @@ from trainer.data.position import (
     position_of,
     step_start,
 )
+from trainer.errors import StorageError
 from trainer.failures import EndReason, WorkerFailure, restart_delay_s
 from trainer.parallel.collectives import in_background
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
+from trainer.protocol.requests import read_rewind
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 
@@ -63,6 +66,7 @@ logger = logging.getLogger(__name__)
 # peer is noticed at once.
 _STORAGE_TIMEOUT = timedelta(minutes=30)
 _BEAT_S = 5.0
+_SAVED = b'"kind":"checkpoint_committed"'
 
 
 # What a state, the marker of a checkpoint and a ledger hold under the same name.
@@ -321,20 +325,21 @@ class CheckpointManager:
 
     def _drop(self, folder: Folder, drop: Callable[[Folder], None], done: str) -> None:
         """Remove a checkpoint, or set it aside; where that fails it is tried again next time."""
+        step, *_ = place_of(folder.name)
+        # First: or one that is gone would be offered where the process ends in between.
+        self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
         try:
             drop(folder)
         except FAULTS as error:
             logger.warning("checkpoint %s could not be %s: %s", folder.name, done, error)
-            return
-        step, *_ = place_of(folder.name)
-        self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
 
     def newest(self) -> CommittedCheckpoint | None:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
 
         Raises `CheckpointError` on every rank where nothing can be written or another attempt holds
-        the run folder, `StorageError` where storage goes away meanwhile, and `WorkerFailure` where
-        hosts do not share the folder.
+        the run folder, `CheckpointMismatch` where the one that a rewind chose is not there,
+        `StorageError` where storage goes away meanwhile or lacks what was saved there, and
+        `WorkerFailure` where hosts do not share the folder.
         """
         self._check_shared(save_load.prepare_folder(self._folder, self.group))
         save_load.of_first(self._clean_up, self.group)
@@ -344,9 +349,36 @@ class CheckpointManager:
         if self._groups.rank == 0:
             for each in damaged:
                 self._set_aside(each.path)
+        save_load.of_first(lambda: self._check_found(found), self.group)
         if found:
             self.newest_commit = found.commit.commit
         return found
+
+    def _check_found(self, found: CommittedCheckpoint | None) -> None:
+        """Raise where to go on from `found`, or from the start, would lose what was saved."""
+        # Another group may be saving its first one. What is set aside is there, too.
+        if found is None and self._has_saved() and is_empty(self._folder):
+            raise StorageError(
+                f"{self._folder} is empty, though the job has saved checkpoints there: mount its "
+                "storage at that path. If they were deleted, clone the job: that starts anew"
+            )
+        rewind = read_rewind(RunDir(self._config.run_dir).rewind_path)
+        if rewind is None:
+            return
+        name = found.path.name if found else ""
+        if name != rewind.checkpoint and place_of(name)[1] < rewind.attempt_index:
+            raise CheckpointMismatch(
+                f"checkpoint {rewind.checkpoint}, from which the job was to go on, is gone or "
+                "damaged; restart it from another one"
+            )
+
+    def _has_saved(self) -> bool:
+        """Whether the job has told of a checkpoint, in whichever attempt."""
+        for path in RunDir(self._config.run_dir).root.glob("attempts/*/outbox/*.jsonl"):
+            with path.open("rb") as records:
+                if any(_SAVED in record for record in records):
+                    return True
+        return False
 
     def _check_shared(self, blind: Sequence[int]) -> None:
         """Raise `WorkerFailure` where there are ranks that do not see what rank 0 writes."""

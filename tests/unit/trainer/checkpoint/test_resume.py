@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +25,11 @@ from trainer.checkpoint.files import (
     RowOrder,
     checkpoints_of,
     matches,
+    read_commit,
     remove_folder,
     write_marker,
 )
-from trainer.checkpoint.manager import resumed_state, state_of
+from trainer.checkpoint.manager import CheckpointManager, resumed_state, state_of
 from trainer.checkpoint.resume import Restored, find_source
 from trainer.checkpoint.save_load import CheckpointMismatch
 from trainer.coordination.messages import EpochRows
@@ -37,6 +38,8 @@ from trainer.data.parquet import ParquetSource
 from trainer.data.position import DataPosition
 from trainer.data.reader import encodings_digest, order_digest
 from trainer.errors import StorageError
+from trainer.protocol.events import CheckpointCommitted
+from trainer.protocol.outbox import EventWriter
 from trainer.protocol.requests import Rewind, read_rewind
 from trainer.protocol.run_dir import RunDir, file_record
 from trainer.spec import validate_spec
@@ -237,11 +240,15 @@ def test_a_warm_start_takes_no_checkpoint_that_a_rewind_left_behind(
 def saved(tmp_path: Path) -> list[Path]:
     """Two whole checkpoints."""
     folders = [tmp_path / f"step-0000000{step}-a1-r0" for step in (1, 2)]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "file").write_bytes(b"abc")
-        write_marker(folder, commit(1, 0, files={"file": file_record(folder / "file")}))
-    return folders
+    return [save_file(folder) for folder in folders]
+
+
+def save_file(folder: Path) -> Path:
+    """A whole checkpoint there."""
+    folder.mkdir(parents=True)
+    (folder / "file").write_bytes(b"abc")
+    write_marker(folder, commit(1, 0, files={"file": file_record(folder / "file")}))
+    return folder
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -269,3 +276,63 @@ def test_a_checkpoint_that_is_removed_while_it_is_checked_is_followed_by_the_one
     monkeypatch.setattr(save_load, "matches", matches_after_retention)
     found, damaged = save_load.newest_intact(tmp_path)
     assert found and (found.path, damaged) == (saved[0], [])
+
+
+def manager_of(run_dir: RunDir, said: list[Any]) -> CheckpointManager:
+    """As the only rank of attempt 3 of a job has it."""
+    spec = validate_spec(spec_document(run_dir.root))
+    attempt = {"attempt_id": "job-1-a3", "group": None}
+    config: Any = SimpleNamespace(run_dir=run_dir.root, spec=spec, **attempt)
+    groups: Any = SimpleNamespace(rank=0, sites=(), device=torch.device("cpu"))
+    return CheckpointManager(config, groups, said.append, WRITTEN)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("damage", [remove_folder, lambda chosen: (chosen / "file").unlink()])
+def test_a_rewind_to_what_is_gone_or_damaged_begins_nowhere_else(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    run_dir = RunDir(tmp_path / "job-1")
+    names = ("step-00000100-a1-r0", CHOSEN.checkpoint, "step-00000300-a1-r0")
+    before, chosen, later = [run_dir.checkpoints_dir / name for name in names]
+    for folder in (before, chosen, later):
+        save_file(folder)
+    run_dir.rewind_path.write_text(CHOSEN.model_dump_json())
+    checkpoints = manager_of(run_dir, [])
+    assert checkpoints.newest().path == chosen
+    damage(chosen)
+    for _ in range(2):
+        with pytest.raises(CheckpointMismatch, match=f"{chosen.name}, .* is gone or damaged"):
+            checkpoints.newest()
+    assert read_commit(later)
+    new = save_file(run_dir.checkpoints_dir / "step-00000210-a3-r0")
+    assert checkpoints.newest().path == new
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_job_that_has_saved_does_not_begin_anew_where_its_storage_is_not_mounted(
+    tmp_path: Path,
+) -> None:
+    run_dir = RunDir(tmp_path / "job-1")
+    assert manager_of(run_dir, []).newest() is None
+    saved = save_file(run_dir.checkpoints_dir / "step-00000100-a2-r0")
+    told = CheckpointCommitted(time=0, step=100, path=str(saved), size_bytes=3, duration_s=1)
+    EventWriter(run_dir.attempt("job-1-a2").stream_path("workers-0")).write(told)
+    mounted = run_dir.checkpoints_dir.rename(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="is empty, though the job has saved"):
+        manager_of(run_dir, []).newest()
+    run_dir.checkpoints_dir.rmdir()
+    mounted.rename(run_dir.checkpoints_dir)
+    (saved / "file").write_bytes(b"abd")
+    for _ in range(2):
+        assert manager_of(run_dir, []).newest() is None, "damaged and set aside, but there"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_removed_is_told_of_before_it_goes(tmp_path: Path) -> None:
+    said: list[Any] = []
+    told_when_removed: list[int] = []
+    manager = manager_of(RunDir(tmp_path / "job-1"), said)
+    manager._drop(tmp_path / "step-00000007", lambda _: told_when_removed.append(len(said)), "")
+    assert told_when_removed == [1]
+    assert said[0].step == 7

@@ -400,7 +400,12 @@ def _completed(context: DriverContext) -> events.AttemptEnded:
     from trainer.checkpoint.files import checkpoints_of, list_committed, superseded_in
 
     folder = checkpoints_of(context.run_dir, context.read_resolved_spec().checkpoint.path)
-    newest = list_committed(folder, superseded_in(context.run_dir))[-1]
+    committed = list_committed(folder, superseded_in(context.run_dir))
+    if not committed:
+        raise StorageError(
+            f"{folder} shows the driver's host no checkpoint: mount it there at that path"
+        )
+    newest = committed[-1]
     return events.AttemptEnded(
         time=time.time(),
         reason=EndReason.COMPLETED,

@@ -152,6 +152,18 @@ def test_an_attempt_whose_run_storage_or_ray_fails_ends_so_that_another_follows(
     assert ("head node of Ray" in ended.message) is (reason == EndReason.DRIVER_LOST)
 
 
+def test_a_training_whose_checkpoints_the_driver_does_not_see_is_tried_again_with_the_reason(
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = spec(checkpoint={"path": str(tmp_path / "mount")})
+    context.files.resolved_spec_path.write_text(elsewhere.model_dump_json())
+    monkeypatch.setattr(main, "check_versions", lambda: [])
+    monkeypatch.setattr(main, "run_until_stopped", lambda *_: None)
+    ended = main.end_attempt(context, EventWriter(context.files.stream_path("driver")))
+    assert ended.reason == EndReason.STORAGE_ERROR
+    assert f"{tmp_path.name}/checkpoints shows the driver's host no" in ended.message
+
+
 @pytest.mark.parametrize("began", ["workers-0", "group-g0i0-0"])
 def test_only_an_attempt_whose_workers_began_has_others_started_for_the_next_job(
     context: DriverContext, monkeypatch: pytest.MonkeyPatch, began: str

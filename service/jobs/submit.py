@@ -11,11 +11,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic_core import from_json
 
 from service.auth.permissions import paths_of
 from service.db.auth import KeyStore
@@ -108,14 +110,30 @@ def _place_problem(
 
 def _lacks_checkpoint(folder: Path, field: str) -> FieldProblem | None:
     """That a folder neither is a checkpoint nor holds any, as far as its first entries tell."""
-    # A job that is named by its own folder may be still to save.
-    if folder == RunDir(folder.parent).checkpoints_dir or RunDir(folder).job_path.is_file():
+    if folder == RunDir(folder.parent).checkpoints_dir:
         return None
+    job_file = RunDir(folder).job_path
+    if job_file.is_file():
+        if (path := _own_checkpoint_path(job_file)) is None:
+            return None  # The job may be still to save.
+        place, mark, options = path.partition("?") if is_remote(path) else (path, "", "")
+        own = f"{place.rstrip('/')}/{folder.name}{mark}{options}"
+        message = f"the job of {folder} keeps its checkpoints in {own}; give that folder"
+        return FieldProblem(field, "no_checkpoint", message)
     with os.scandir(folder) as entries:
         places = ["", *(each.name for each in islice(entries, MAX_ENTRIES))]
     if any(os.path.lexists(folder / place / COMMIT_MARKER) for place in places):
         return None
     return FieldProblem(field, "no_checkpoint", f"{folder} holds no checkpoint; {_CHECKPOINTS}")
+
+
+def _own_checkpoint_path(job_file: Path) -> str | None:
+    """The `checkpoint.path` in a `job.json`, which anybody may have written."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        path = from_json(read_untrusted(job_file, job_file.parent))["spec"]["checkpoint"]["path"]
+        if isinstance(path, str) and len(path) <= _MAX_CHECKPOINT_PATH_CHARS:
+            return path
+    return None
 
 
 def _has_rows(folder: Path) -> bool:

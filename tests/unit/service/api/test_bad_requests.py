@@ -114,6 +114,21 @@ def test_a_folder_to_start_from_that_is_not_there_or_holds_none_is_refused(
         assert api.http.post("/v1/jobs", json={"spec": document}).status_code == 201
 
 
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [("/mnt/saved/", "/mnt/saved/run"), ("s3://bucket/a?region=eu", "s3://bucket/a/run?region=eu")],
+)
+def test_a_job_to_start_from_that_keeps_its_checkpoints_elsewhere_is_refused_with_their_place(
+    api: Api, tmp_path: Path, path: str, place: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "job.json").write_text(json.dumps({"spec": {"checkpoint": {"path": path}}}))
+    (fault,) = _refused(api, checkpoint={"warm_start": {"path": str(run_dir)}})
+    assert fault["path"] == "checkpoint.warm_start.path"
+    assert f"keeps its checkpoints in {place}; give that folder" in fault["message"]
+
+
 def test_finished_data_is_accepted_and_remote_data_seen_when_the_job_starts(
     api: Api, tmp_path: Path
 ) -> None:

@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import nn
 
-from trainer.checkpoint.files import CommittedCheckpoint
+from trainer.checkpoint.files import CommittedCheckpoint, read_commit
+from trainer.checkpoint.save_load import CheckpointError
 from trainer.data.decode import FLOAT32, InputColumn, RowLayout, raw_kind
 from trainer.data.inputs import resolve_inputs
 from trainer.data.parquet import is_data_file, read_schema
@@ -178,25 +179,32 @@ def export(
     """
     if to.exists():
         raise ArtifactError(f"{to} exists already; name a folder that does not")
-    found = find_checkpoint(run_dir, checkpoint, places)
-    written = with_table_sizes(read_run_spec(run_dir, places), stored_weights(found.path))
-    if written.dynamic_tables:
+    run_spec = read_run_spec(run_dir, places)
+    if run_spec.dynamic_tables:
         raise ExportError(
-            f"embedding_tables '{next(iter(written.dynamic_tables))}' is dynamic: which id has "
+            f"embedding_tables '{next(iter(run_spec.dynamic_tables))}' is dynamic: which id has "
             "which row is kept in TorchRec's managed collision modules, which torch.export cannot "
             "trace; export needs tables of a fixed vocabulary"
         )
-    if written.model.module is not None and not may_run_code:
+    if run_spec.model.module is not None and not may_run_code:
         raise ExportError(
-            f"the model is the user's own module {written.model.module}, and no user code may run "
+            f"the model is the user's own module {run_spec.model.module}, and no user code may run "
             "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
         )
-    _check_encodings(written, found)
-    spec, notes = with_data(written)
-    check_memory(spec, quantize, host_memory_bytes()[1])
-    with _users_code(run_dir, spec.model.code):
-        tell(f"loading checkpoint {found.path.name}")
-        trained = load_model(spec, found.path)
+    with _users_code(run_dir, run_spec.model.code):
+        while True:
+            found = find_checkpoint(run_dir, checkpoint, places)
+            try:
+                spec, notes, trained = _load(run_spec, found, quantize, tell)
+                break
+            except (ExportError, CheckpointError, DataError, OSError) as error:
+                if read_commit(found.path) is not None:
+                    raise
+                if checkpoint not in ("newest", "best"):
+                    raise ExportError(
+                        f"checkpoint {found.path.name} was removed while it was read, as the job "
+                        "has saved later ones; name another one, or `newest`"
+                    ) from error
         staging = to.with_name(f".{to.name}.partial")
         within = to.parent if places is None else run_dir.runs_dir
         shutil.rmtree(staging, ignore_errors=True)
@@ -211,6 +219,18 @@ def export(
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return report
+
+
+def _load(
+    run_spec: JobSpec, found: CommittedCheckpoint, quantize: Quantization, tell: Tell
+) -> tuple[JobSpec, list[str], nn.Module]:
+    """The job's spec with what data and checkpoint tell, notes for the report, and the model."""
+    written = with_table_sizes(run_spec, stored_weights(found.path))
+    _check_encodings(written, found)
+    spec, notes = with_data(written)
+    check_memory(spec, quantize, host_memory_bytes()[1])
+    tell(f"loading checkpoint {found.path.name}")
+    return spec, notes, load_model(spec, found.path)
 
 
 @contextlib.contextmanager

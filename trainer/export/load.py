@@ -102,6 +102,11 @@ def _find_checkpoint(run_dir: RunDir, wanted: str, places: str | None) -> Commit
                     "own code made it: remove it"
                 )
     if not committed:
+        if folder != run_dir.checkpoints_dir and isinstance(folder, Path) and not folder.is_dir():
+            raise ExportError(
+                f"this host does not see {folder}, where the job keeps its checkpoints: mount it "
+                "here at that path, or let the job save"
+            )
         raise ExportError(f"{folder} holds no checkpoint yet; let the job save")
     if wanted in ("newest", "best"):
         is_superseded = superseded_in(run_dir.root)

@@ -215,7 +215,7 @@ def test_export_refuses_what_makes_no_sense() -> None:
         assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_a_run_folder_without_checkpoints_is_refused_by_the_trainers_own_command(
+def test_what_is_no_run_folder_is_refused_by_the_trainers_own_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trainer.export.__main__ import main
@@ -227,7 +227,7 @@ def test_a_run_folder_without_checkpoints_is_refused_by_the_trainers_own_command
 
     monkeypatch.setattr("service.cli.artifacts.subprocess.run", run)
     result = shardloom("export", "--run-dir", str(tmp_path), "--to", str(tmp_path / "out"))
-    assert (result.exit_code, "holds no checkpoint yet" in result.stdout) == (1, True)
+    assert (result.exit_code, "is no folder of a job" in result.stdout) == (1, True)
 
 
 def test_the_comparison_with_the_trainer_is_printed() -> None:

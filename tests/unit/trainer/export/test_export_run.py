@@ -249,6 +249,34 @@ def test_a_checkpoint_that_retention_removes_meanwhile_is_followed_by_the_one_be
     assert find_checkpoint(run_dir, "newest").commit.step == 7
 
 
+@pytest.mark.parametrize("reader", ["stored_weights", "load_model"])
+def test_a_checkpoint_that_retention_removes_while_it_is_loaded_is_followed_by_what_there_is(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    run_dir = write_run(tmp_path / "run", make_spec(data), 5, 7, 20)
+    read, removed = getattr(exporter, reader), list[str]()
+
+    def after_retention(*given: Any) -> Any:
+        if not removed or removed == ["step-00000020-a0-r0", "again"]:
+            removed.append(given[-1].name)
+            remove_folder(given[-1])
+        return read(*given)
+
+    monkeypatch.setattr(exporter, reader, after_retention)
+    assert export(run_dir, tmp_path / "out", max_report_rows=5).step == 7
+    removed.append("again")
+    with pytest.raises(ExportError, match=r"step-00000007-a0-r0 was removed while .*`newest`"):
+        export(run_dir, tmp_path / "named", "7")
+
+
+def test_where_the_checkpoints_of_a_job_are_not_mounted_an_export_says_so(
+    data: Path, tmp_path: Path
+) -> None:
+    run_dir = write_run(tmp_path / "run", make_spec(data, checkpoint={"path": "/nowhere"}))
+    with pytest.raises(ExportError, match=r"does not see /nowhere/run/checkpoints.*mount it"):
+        find_checkpoint(run_dir, "newest")
+
+
 def test_tables_that_do_not_fit_are_refused_before_anything_is_read(data: Path) -> None:
     spec = make_spec(data)
     needed = 9 * 8 * (2 * 40 + 16 + NUM_TAGS)

@@ -20,7 +20,6 @@ import gc
 import json
 import logging
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
@@ -30,6 +29,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import uvicorn
+from anyio import CapacityLimiter, to_thread
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -132,17 +132,14 @@ def create_scorer(folder: Path) -> FastAPI:
 
 def _add_routes(app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics) -> None:
     example = {"rows": [predictor.features["example"]]}
-    slots = threading.BoundedSemaphore(_MAX_AT_ONCE)
+    slots = CapacityLimiter(_MAX_AT_ONCE)
     body = Body(openapi_examples={"a row": {"summary": "One row", "value": example}})
     answers: dict[int | str, dict[str, Any]] = {
         code: {"model": Problem, "content": {PROBLEM_TYPE: {}}} for code in (413, 422)
     }
 
-    # Not async: scoring takes the CPU, and would hold up every other request.
-    @app.post("/v1/predict", summary="Score rows", responses=answers)
-    def predict(request: PredictRequest = body) -> PredictAnswer:
-        with slots:
-            found = predictor.predict(request.rows, request.raw)
+    def score(request: PredictRequest) -> PredictAnswer:
+        found = predictor.predict(request.rows, request.raw)
         for task, values in found.items():
             if not (is_finite := np.isfinite(values)).all():  # which JSON could not say
                 row = int(is_finite.argmin())
@@ -151,6 +148,11 @@ def _add_routes(app: FastAPI, predictor: Predictor, served: Served, metrics: Sco
         columns = [values.tolist() for values in found.values()]
         rows = [dict(zip(found, row, strict=True)) for row in zip(*columns, strict=True)]
         return PredictAnswer(predictions=rows, model=served)
+
+    # Those that wait take none of the threads that all other routes share.
+    @app.post("/v1/predict", summary="Score rows", responses=answers)
+    async def predict(request: PredictRequest = body) -> PredictAnswer:
+        return await to_thread.run_sync(score, request, limiter=slots)
 
     @app.get("/v1/model", summary="What is served, and what a row holds")
     def model() -> dict[str, Any]:

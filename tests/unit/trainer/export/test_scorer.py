@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from anyio.to_thread import current_default_thread_limiter
 from fastapi.testclient import TestClient
 
 from tests.harness.service import problem_in
+from tests.harness.wait import scaled, wait_for
 from tests.unit.trainer.export.export_case import rows
 from trainer.errors import ColumnError
 from trainer.export.predict import Predictor
@@ -125,6 +129,31 @@ def test_health_and_metrics(http: TestClient) -> None:
     assert http.post("/v1/predict", json={"rows": [GOOD] * 5}).status_code == 200
     assert _sample(http, "scorer_rows_total") == before + 5
     assert _sample(http, 'scorer_requests_total{status="200"}') >= 1
+
+
+def test_health_is_told_while_requests_wait_to_be_scored(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predict, begun, may_end = Predictor.predict, list[int](), Event()
+
+    def slow(predictor: Predictor, rows: Any, *raw: Any) -> Any:
+        if len(rows) > 1:
+            begun.append(len(rows))
+            may_end.wait()
+        return predict(predictor, rows, *raw)
+
+    monkeypatch.setattr(Predictor, "predict", slow)
+    with TestClient(create_scorer(exported)) as http, ThreadPoolExecutor(5) as pool:
+        assert http.portal
+        http.portal.call(lambda: setattr(current_default_thread_limiter(), "total_tokens", 4))
+        for _ in range(4):
+            pool.submit(http.post, "/v1/predict", json={"rows": [GOOD] * 2})
+        try:
+            wait_for(lambda: len(begun) == 4, "four requests to be scored")
+            health = pool.submit(http.get, "/healthz").result(scaled(10))
+        finally:
+            may_end.set()
+    assert health.json() == {"status": "ok"}
 
 
 def _sample(http: TestClient, name: str) -> float:

@@ -290,7 +290,7 @@ def _pair(chart: ChartSpec, line: Line) -> list[dict[str, Any]]:
     if chart.is_stacked:
         series |= {"stack": "all", "areaStyle": {"opacity": 0.8}, "lineStyle": {"width": 0}}
         return [series]
-    faint = {**series, "name": f"{line.label}, range", "lineStyle": {"width": 1, "opacity": 0.35}}
+    faint = {**series, "lineStyle": {"width": 1, "opacity": 0.35}}
     return [series, {**faint, "data": [], "symbol": "none", "z": 1}]
 
 
@@ -312,8 +312,7 @@ def fill(
     """
     view = view or ChartView()
     is_log = chart.is_log or (view.is_log and not chart.is_stacked)
-    for axis in options["yAxis"]:
-        axis["type"] = "log" if is_log else "value"
+    set_scale(options, is_log=is_log)
     breaks = [mark.time for mark in marks if mark.breaks]
     width = 1 if chart.is_stacked else 2
     for number, line in enumerate(chart.lines):
@@ -330,6 +329,20 @@ def fill(
         shown, steps, best if chart.key == "quality" else None
     )
     options["series"][0]["markArea"] = _nan_areas(steps)
+
+
+# By itself ECharts ends a logarithmic axis at whole powers of ten. A constant is in the middle.
+_LOG_ENDS = (
+    "({min, max}) => max > 1.01 * min ? min : min / 1.1",
+    "({min, max}) => max > 1.01 * min ? max : max * 1.1",
+)
+
+
+def set_scale(options: dict[str, Any], *, is_log: bool) -> None:
+    """Make the axes of values logarithmic, from the least to the largest value, or linear."""
+    for axis in options["yAxis"]:
+        axis["type"] = "log" if is_log else "value"
+        axis[":min"], axis[":max"] = _LOG_ENDS if is_log else ("null", "null")
 
 
 def draw(
@@ -358,7 +371,9 @@ def draw(
     if len(pair) == 1:
         return
     behind: list[list[Any]] = []
-    if any(point.min < point.max for point in points):
+    is_range = any(point.min < point.max for point in points)
+    pair[1]["name"] = f"{pair[0]['name']}, {'range' if is_range else 'measured'}"
+    if is_range:
         for x, point in zip(xs, points, strict=True):
             behind += [[x, shown(point.min)], [x, shown(point.max)]]
         gaps = {2 * gap for gap in gaps}

@@ -68,6 +68,7 @@ def test_buckets_show_their_extremes_and_nan_has_a_red_ground() -> None:
     mean, extremes = options["series"]
     assert [*mean["data"]] == [[10, 1.0], [20, None]]
     assert [*extremes["data"]] == [[10, 0.5], [10, 9.0], [20, 0.4], [20, 2.0]]
+    assert extremes["name"] == "train, range"
     assert [area[0]["xAxis"] for area in mean["markArea"]["data"]] == [10]
 
 
@@ -75,6 +76,12 @@ def test_smoothing_begins_at_the_first_value_and_passes_over_nan() -> None:
     assert charts.smoothed([2.0, 4.0], 0.0) == [2.0, 4.0]
     first, gap, last = charts.smoothed([2.0, math.nan, 4.0], 0.5)
     assert (first, math.isnan(gap), last) == (2.0, True, pytest.approx(10 / 3))
+    chart = chart_of("loss")
+    options = charts.chart_options(chart)
+    smooth = charts.ChartView(smoothing=0.5)
+    charts.fill(options, chart, {"train/loss": points(2.0, 4.0)}, None, view=smooth)
+    behind = options["series"][1]
+    assert (behind["name"], [*behind["data"]]) == ("train, measured", [[10, 2.0], [20, 4.0]])
 
 
 def test_data_of_a_chart_is_a_table_of_steps() -> None:
@@ -87,8 +94,13 @@ def test_a_rate_of_zero_is_a_gap_on_the_logarithmic_axis() -> None:
     chart = chart_of("lr")
     options = charts.chart_options(chart)
     charts.fill(options, chart, {"optimizer/lr_sparse": points(0.05, 0.0)}, best=None)
-    assert options["yAxis"][0]["type"] == "log"
+    axis = options["yAxis"][0]
+    assert axis["type"] == "log"
+    assert "min / 1.1" in axis[":min"], "no whole decades, in which a curve would look flat"
     assert [*options["series"][0]["data"]] == [[10, 0.05], [20, None]]
+    linear = chart_of("loss")
+    charts.fill(options, linear, {"train/loss": points(0.05)}, best=None)
+    assert (axis["type"], axis[":min"], axis[":max"]) == ("value", "null", "null")
 
 
 def test_a_stack_of_areas_shows_its_first_point_which_has_no_width() -> None:

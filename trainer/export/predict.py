@@ -84,7 +84,8 @@ def scoring_layout(spec: JobSpec, vocabularies: Path) -> RowLayout:
 
     Raises a `DataError` where one is missing.
     """
-    there = spec.data.model_copy(update={"path": str(vocabularies)})
+    # With a colon in its name a relative one would be a URL.
+    there = spec.data.model_copy(update={"path": str(vocabularies.absolute())})
     layout = layout_of(spec.model_copy(update={"data": there}))
     labels = tuple(
         # A probability needs neither offset nor scale.

@@ -434,6 +434,14 @@ def test_an_export_replaces_nothing_and_says_what_changed_since(
         Predictor(copy)
 
 
+def test_an_export_in_a_folder_with_a_colon_in_its_name_is_read(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("movielens:v2").symlink_to(exported)
+    assert Predictor(Path("movielens:v2")).manifest.step == 20
+
+
 def test_a_checkpoint_that_debians_python_wrote_can_be_read(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

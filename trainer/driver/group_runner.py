@@ -395,10 +395,11 @@ class GroupRunLoop:
         if not self._next_incarnations and num_starts < self._policy.least:
             actions = []
         self._act(actions, request)
-        self._tell_wanted(self._view(request, hosts))
+        view = self._view(request, hosts)
+        self._tell_wanted(view)
         self._seek_capacity(request)
         self._report_size(request, is_steady=not actions)
-        return self._check_shortage()
+        return self._check_shortage(view)
 
     def _tell_wanted(self, view: View) -> None:
         """Tell the coordinator which groups there are, if any, how many lack, who is to go, and
@@ -553,10 +554,12 @@ class GroupRunLoop:
         self.attempt.report_size(before, size, cause, request, restarted=restarted)
         self._is_restarted = False
 
-    def _check_shortage(self) -> Ended | None:
-        """Tell once that there have been too few groups for a while; ends a run that had none."""
+    def _check_shortage(self, view: View) -> Ended | None:
+        """Tell once that there have been too few groups for a while, not counting those on hosts
+        that are to be left; ends a run that had none.
+        """
         now, attempt = self.clock(), self.attempt
-        num_groups, has_autoscaler = len(self._staying), attempt.capacity is not None
+        num_groups, has_autoscaler = len(view.staying), attempt.capacity is not None
         if num_groups >= self._policy.least:
             self._enough_at, self._is_shortage_told = now, False
         if self._groups or has_autoscaler:
@@ -573,11 +576,12 @@ class GroupRunLoop:
         if is_empty:
             return Ended(Failure(EndReason.NO_ROOM, f"{message}; add hosts"))
         if not self._is_shortage_told:
-            then = (
-                "training goes on with fewer"
-                if self._groups
-                else "the job waits for the autoscaler"
-            )
+            if len(self._staying) > num_groups:
+                then = "groups stay on hosts that are to be left until others are added"
+            elif self._groups:
+                then = "training goes on with fewer"
+            else:
+                then = "the job waits for the autoscaler"
             warn(attempt.writer, f"{message}; {then}")
         self._is_shortage_told = True
         return None

@@ -642,6 +642,19 @@ def test_too_few_groups_train_on_and_the_shortage_is_told_once(world: World) -> 
     assert len(notes) == 1
 
 
+def test_a_drain_of_all_hosts_is_told_to_wait_for_others_and_ends_nothing(world: World) -> None:
+    world.train()
+    world.wish('{"id": "r-1", "workers": null, "drain_hosts": ["a", "b", "c"]}')
+    for _ in range(200):
+        assert world.look() is None
+    assert [note.message for note in world.told(events.Note)] == [
+        "the cluster has room for 0 groups of 1 workers each, outside the hosts that are drained "
+        "or excluded, and the job needs 2; groups stay on hosts that are to be left until others "
+        "are added"
+    ]
+    assert not world.retired
+
+
 def test_a_life_stops_its_coordinator_before_it_kills_who_is_left(world: World) -> None:
     def kill_on(host: Host, pids: Collection[int]) -> None:
         assert world.is_stopped, "a coordinator that is left would tell of lost groups"

@@ -426,10 +426,15 @@ def comparison(export: ExportOut) -> str:
     if not tasks:
         why = report.get("not_measured", "it has no report of them")
         return f"not compared with the trainer's predictions: {why}"
-    errors = "; ".join(
-        f"{name}: {task['metric']} {precise(task['trainer_metric'])} as trained, "
-        f"{precise(task['export_metric'])} exported; predictions differ by "
-        f"{precise(task['mean_abs_error'])} on average, {precise(task['max_abs_error'])} at most"
-        for name, task in tasks.items()
-    )
-    return f"{errors} ({report['num_rows']:,} validation rows)"
+    try:
+        errors = "; ".join(
+            f"{name}: {task['metric']} {precise(task['trainer_metric'])} as trained, "
+            f"{precise(task['export_metric'])} exported; predictions differ by "
+            f"{precise(task['mean_abs_error'])} on average, {precise(task['max_abs_error'])} at "
+            "most"
+            for name, task in tasks.items()
+        )
+        return f"{errors} ({report['num_rows']:,} validation rows)"
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        # Code of the job may have written anything there.
+        return "not known to be like the trainer: its report cannot be read"

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, ValidationError
 
 from trainer.protocol.run_dir import FileRecord, file_record, write_whole
 from trainer.spec.job import JobSpec
@@ -62,6 +62,12 @@ VOCABULARIES = "vocabularies"
 _MAX_FILES = 512
 
 
+def _of_a_file(record: FileRecord) -> FileRecord:
+    if not 0 <= record.size_bytes < 2**63:
+        raise ValueError("no file is of that size")
+    return record
+
+
 class Manifest(BaseModel, extra="forbid"):
     """The marker: what was exported. `step` and `checkpoint` say of which state of the job."""
 
@@ -73,7 +79,9 @@ class Manifest(BaseModel, extra="forbid"):
     created: float
     versions: dict[str, str]
     # Each is opened at once for a download, and job code may have written this.
-    files: Annotated[dict[str, FileRecord], Field(max_length=_MAX_FILES)]
+    files: Annotated[
+        dict[str, Annotated[FileRecord, AfterValidator(_of_a_file)]], Field(max_length=_MAX_FILES)
+    ]
 
     @property
     def size_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,15 @@ def test_a_link_shows_no_file_of_the_host(api: Api, job_id: str, tmp_path: Path)
     problem_in(api.http.get(path), 404, "export_not_found")
 
 
-def test_a_damaged_export_hides_no_other(api: Api, job_id: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "damage"), [("(?s)^.*$", "{"), (r"(?<=size_bytes\":)\s*\d+", str(10**400))]
+)
+def test_a_damaged_export_hides_no_other(api: Api, job_id: str, part: str, damage: str) -> None:
     damaged = asked(api, job_id).json()["id"]
     folder = only_export(api, job_id)
     write_export(folder)
-    (folder.artifact / "EXPORT.json").write_text("{")
+    marker = folder.artifact / "EXPORT.json"
+    marker.write_text(re.sub(part, damage, marker.read_text()))
     whole = asked(api, job_id).json()["id"]
     path = f"/v1/jobs/{job_id}/exports"
     items = {each["id"]: each for each in api.http.get(path).json()["items"]}

@@ -237,6 +237,21 @@ def test_the_comparison_with_the_trainer_is_printed() -> None:
     assert comparison(missing).endswith("no validation rows")
 
 
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"tasks": [1]},
+        {"tasks": {"rating": {}}},
+        {"tasks": {"rating": 1}},
+        {"tasks": {"rating": dict.fromkeys(REPORT["tasks"]["rating"], "x")}, "num_rows": 3},
+        {"tasks": {"rating": dict.fromkeys(REPORT["tasks"]["rating"], 10**400)}, "num_rows": 3},
+        REPORT | {"num_rows": "x"},
+    ],
+)
+def test_a_report_that_a_job_wrote_itself_breaks_no_list_of_exports(report: Any) -> None:
+    assert "report cannot be read" in comparison(export_out(report=report))
+
+
 def test_exports_are_listed_with_where_they_stand() -> None:
     failed = {"status": "failed", "message": "too large", "step": None, "size_bytes": None}
     console = Console(width=200)

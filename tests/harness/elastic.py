@@ -109,7 +109,7 @@ class ElasticHarness:
 
     def __enter__(self) -> Self:
         self.start_coordinator()
-        self.coordinator.call("request", "want", range(self.num_groups), 0, {}, 0)
+        self.coordinator.call("request", "want", range(self.num_groups), 0, {}, 0, {})
         for group in range(self.num_groups):
             self.start_group(group)
         return self

@@ -187,6 +187,8 @@ class GroupRunLoop:
         self._stragglers: list[events.StragglerFound] = []
         self._slow_hosts: set[str] = set()
         self._lost_at: dict[str, float] = {}  # when a group was lost last, by host
+        # By group the (incarnation, reason, hosts) that was lost last.
+        self._lost: dict[int, tuple[int, str, tuple[str, ...]]] = {}
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
         # When there were enough groups last, and any at all.
@@ -338,6 +340,7 @@ class GroupRunLoop:
         self._lost_at |= dict.fromkeys(run.hosts, run.lost_at)
         if not run.is_spare:
             self._resize_cause = failure.reason
+        self._lost[run.group] = run.incarnation, failure.reason, run.hosts
         self.coordinator.request("drop", run.group, run.incarnation, failure.reason)
         unix_s = self.wall_clock()
         if failure.reason == EndReason.WORKERS_LOST:
@@ -402,8 +405,8 @@ class GroupRunLoop:
         return self._check_shortage(view)
 
     def _tell_wanted(self, view: View) -> None:
-        """Tell the coordinator which groups there are, if any, how many lack, who is to go, and
-        that a checkpoint is wanted."""
+        """Tell the coordinator which groups there are, if any, how many lack, who is to go, that a
+        checkpoint is wanted, and who was lost, perhaps while it was restarted."""
         groups = [run.group for run in self._staying]
         if groups:
             num_missing = max(0, view.target - len(view.staying))
@@ -412,7 +415,8 @@ class GroupRunLoop:
                 for run in self.runs.values()
                 if run.leave_cause
             }
-            self.coordinator.request("want", groups, num_missing, leaving, self._num_saves)
+            told = groups, num_missing, leaving, self._num_saves, self._lost
+            self.coordinator.request("want", *told)
 
     def _judge_stragglers(self, request: ResizeRequest, hosts: Sequence[Host]) -> None:
         """Report new stragglers; the groups of those that are replaced move to other hosts."""

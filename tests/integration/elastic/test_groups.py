@@ -61,14 +61,14 @@ def test_groups_join_and_leave_while_the_others_train_on(
         for group in (2, 3):
             harness.start_group(group, is_spare=True)
         harness.wait_for(lambda: spares() == [2, 3], TIMEOUT_S, "spares 2 and 3 are ready")
-        harness.coordinator.call("request", "want", [0, 1], 0, {(3, 0): "resize"}, 0)
+        harness.coordinator.call("request", "want", [0, 1], 0, {(3, 0): "resize"}, 0, {})
         harness.wait_for(lambda: harness.life(3).is_over, TIMEOUT_S, "spare 3 has ended well")
         assert not [each for each in harness.of("committed") if each["group"] in (2, 3)]
         # While it copies it misses commits.
         harness.inject(Fault(kind="slow", group=2, rank=0, step=0, phase="apply", arg=0.4, times=3))
-        harness.coordinator.call("request", "want", [0, 1, 2], 0, {}, 0)
+        harness.coordinator.call("request", "want", [0, 1, 2], 0, {}, 0, {})
         campaign.wait_until_over()
-        harness.coordinator.call("request", "want", [1, 2], 0, {(0, 0): "drain"}, 0)
+        harness.coordinator.call("request", "want", [1, 2], 0, {(0, 0): "drain"}, 0, {})
         harness.wait_for(lambda: harness.life(0).is_over, TIMEOUT_S, "group 0 has left")
         campaign.wait_until_over()
         assert harness.groups == [1, 2]
@@ -168,7 +168,7 @@ def _pause(config: WorkerConfig, tmp_path: Path) -> int:
         commit = harness.commit
         files = RunDir(config.run_dir).attempt(config.attempt_id)
         files.root.mkdir(parents=True, exist_ok=True)
-        harness.coordinator.call("request", "want", [0, 1], 0, {}, 1)
+        harness.coordinator.call("request", "want", [0, 1], 0, {}, 1, {})
         folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
         harness.wait_for(lambda: list_committed(folder), 60, "a checkpoint that was asked for")
         requests.ask(files, StopRequest(run_index=0, cause=EndReason.PAUSED))

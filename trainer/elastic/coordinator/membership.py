@@ -62,15 +62,16 @@ class Membership:
         self._expected = set(range(policy.num_groups))
         self._stragglers: deque[events.StragglerFound] = deque(maxlen=_NUM_STRAGGLERS)
         self._start_since: float | None = None
-        self._recovery_ends_at: float | None = None
+        self._recovering_since: float | None = None
         self._knows_run = False  # how far it has come
-        self._returning: set[tuple[int, int]] = set()  # (group, incarnation) of the last rounds
+        # Whether these (group, incarnation) of the last rounds have yet to come back.
+        self._returning: dict[tuple[int, int], bool] = {}
         self._unwelcomed: list[tuple[RankId, int]] = []
         self._metrics_due: float | None = None
 
     @property
     def _is_recovering(self) -> bool:
-        return self._recovery_ends_at is not None
+        return self._recovering_since is not None
 
     def status(self) -> CoordinatorStatus:
         return CoordinatorStatus(
@@ -100,9 +101,10 @@ class Membership:
         if known and is_newer:
             message = f"incarnation {hello.incarnation} of the group has begun"
             self._rounds.lose(known, "replaced", message, now)
-        if hello.members and not self._knows_run and not self._is_recovering:
-            self._recovery_ends_at = now + finding_s(self._policy.recovery.heartbeat_timeout_s)
-        self._returning |= set(hello.members)
+        if hello.members and not self._knows_run:
+            self._recovering_since = self._recovering_since or now
+            self._returning = dict.fromkeys(hello.members, True) | self._returning
+        self._returning[hello.group, hello.incarnation] = False
         self._rounds.remember(hello.round, hello.generation)
         if self._groups.get(hello.group) is None and hello.standing != "spare":
             self._metrics.goodput.start(hello.group, now)
@@ -274,14 +276,16 @@ class Membership:
         num_missing: int,
         leaving: Mapping[tuple[int, int], events.LeaveCause],
         num_saves: int,
+        lost: Mapping[int, tuple[int, str, Sequence[str]]],
         now: float,
     ) -> list[Effect]:
         """The job has these groups, which may still start, and is to get `num_missing` more.
 
         A spare among them joins: from the next round on it copies from one that trains. `leaving`
         has why others are to go, by (group, incarnation). So far `num_saves` checkpoints were asked
-        for, which the leader is to save soon. It is told again and again, as one of another
-        coordinator may not have been heard. A start, or start over, waits for no others.
+        for, which the leader is to save soon. `lost` has the (incarnation, reason, hosts) that a
+        group was lost with last. It is told again and again, as one of another coordinator may not
+        have been heard. A start, or start over, waits for no others.
         """
         self._rounds.num_saves = num_saves
         self._expected &= set(groups)
@@ -291,6 +295,18 @@ class Membership:
                 group.standing, group.joined_at = "listening", now
             if cause := leaving.get((group.group, group.incarnation)):
                 self._retire(group, cause, now)
+        for number, (incarnation, reason, hosts) in lost.items():
+            self._drop(number, incarnation, reason, now)
+            if self._returning.get((number, incarnation)):
+                self._returning[number, incarnation] = False
+                if self._groups.get(number) is None:
+                    self._metrics.goodput.lose(number, now)
+                message = f"reported as lost: {reason}"
+                at: dict[str, Any] = {"group": number, "incarnation": incarnation, "hosts": hosts}
+                told = events.GroupLost(
+                    time=now, reason=reason, message=message, rows_returned=0, **at
+                )
+                self._effects.append(told)
         self._advance(now)
         return self._take_effects()
 
@@ -310,14 +326,17 @@ class Membership:
 
     def drop(self, group: int, incarnation: int, reason: str, now: float) -> list[Effect]:
         """The driver knows that this incarnation of a group is lost."""
+        self._drop(group, incarnation, reason, now)
+        self._advance(now)
+        return self._take_effects()
+
+    def _drop(self, group: int, incarnation: int, reason: str, now: float) -> None:
         lost = self._groups.get(group)
         if lost and lost.incarnation == incarnation:
             self._rounds.lose(lost, reason, f"reported as lost: {reason}", now)
         elif lost is None:
             # A restarted coordinator need not wait for it, and nobody shall come back as it.
             self._groups.fence(group, incarnation)
-        self._advance(now)
-        return self._take_effects()
 
     # --- progress
 
@@ -366,13 +385,15 @@ class Membership:
 
         Raises `LeaseError`.
         """
-        is_late = self._recovery_ends_at is not None and now >= self._recovery_ends_at
+        since = self._recovering_since
+        assert since is not None, "it recovers"
+        is_late = now >= since + finding_s(self._policy.recovery.heartbeat_timeout_s)
         if not is_late and not all(self._groups.is_back_or_over(*each) for each in self._returning):
             return
-        self._recovery_ends_at, self._knows_run = None, True
+        self._recovering_since, self._knows_run = None, True
         trained = [each for each in self._groups.present if each.hello.standing == "current"]
         if trained:
-            self._rounds.take_over(trained, now)
+            self._rounds.take_over(trained, since, now)
         self._welcome()
         for group in self._groups.present:
             if isinstance(group.request, Vote):

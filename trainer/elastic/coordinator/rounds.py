@@ -210,8 +210,9 @@ class SyncRounds:
             self._book.skip(lease.id)
         self.ledger = self._book.entered_in(ledger)
 
-    def take_over(self, trained: Sequence[Group], now: float) -> None:
-        """Continue from the ledger with the most commits that a current group holds.
+    def take_over(self, trained: Sequence[Group], since: float, now: float) -> None:
+        """Continue from the ledger with the most commits that a current group holds; groups have
+        come back `since` then.
 
         Raises `LeaseError`.
         """
@@ -219,7 +220,7 @@ class SyncRounds:
         self.ledger = max(ledgers, key=lambda each: (each.commit, each.rows_done))
         self._book.restore(self.ledger)
         self._tuner.resume(self.ledger.tuning)
-        self._metrics.record_incident("the coordinator was restarted", now)
+        self._metrics.record_incident("the coordinator was restarted", since)
         for group in trained:
             group.make_current()
             self._metrics.goodput.train(group.group, now)

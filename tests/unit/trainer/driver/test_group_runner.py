@@ -58,6 +58,7 @@ class World:
     retired: list[tuple[int, str]] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     wanted: tuple[list[int], int] = ([], 0)
+    lost: dict[int, tuple[int, str, tuple[str, ...]]] = field(default_factory=dict)
     num_saves: int = 0
     is_stopped: bool = False
     room: CapacityManager | None = None
@@ -172,7 +173,9 @@ class World:
         num_missing: int,
         leaving: dict[tuple[int, int], str],
         num_saves: int,
+        lost: dict[int, tuple[int, str, tuple[str, ...]]],
     ) -> None:
+        self.lost = dict(lost)
         self.wanted, self.num_saves = (sorted(groups), num_missing), num_saves
         told = [(group, cause) for (group, _), cause in leaving.items()]
         self.retired += [each for each in told if each not in self.retired]
@@ -251,6 +254,7 @@ def test_a_lost_group_comes_back_in_another_life_on_a_free_host(world: World) ->
     assert world.dropped == [(1, 0)]
     assert world.hosts_in_use == {0: "a", 2: "c"}, "there is no room yet"
     assert world.wanted == ([0, 2], 1)
+    assert world.lost == {1: (0, "workers_lost", ("b",))}, "told again, as drop may not be heard"
     world.hosts["d"] = 1
     assert world.look() is None
     assert world.hosts_in_use == {0: "a", 1: "d", 2: "c"}

@@ -987,6 +987,20 @@ def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     assert world.groups[2].is_fenced
 
 
+def test_a_group_lost_while_the_coordinator_restarted_is_told_once_and_not_waited_for():
+    world = running(heartbeat_timeout_s=30.0)
+    del world.groups[2]
+    world.incarnations[2] += 1
+    world.start_coordinator()
+    world.want(0, 1)
+    world.exchange(5)
+    for _ in range(3):
+        world.want(0, 1)
+    world.run_to_commit(4)
+    (lost,) = world.told("group_lost")
+    assert (lost.group, lost.incarnation, lost.reason, lost.hosts) == (2, 0, "host_lost", ["a"])
+
+
 def test_nothing_is_answered_until_all_have_had_the_time_to_find_a_restarted_coordinator():
     policy = MembershipPolicy.of(changed(), 3)
     grace_s = finding_s(policy.recovery.heartbeat_timeout_s)
@@ -1002,6 +1016,8 @@ def test_nothing_is_answered_until_all_have_had_the_time_to_find_a_restarted_coo
     world.hung.clear()
     world.run_to_commit(4)
     assert not any(group.is_fenced for group in world.lives())
+    (recovered,) = world.told("recovered")
+    assert recovered.pause_s == pytest.approx(0.99 * grace_s)
 
 
 def test_who_comes_back_too_late_is_fenced():

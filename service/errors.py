@@ -414,8 +414,8 @@ class NoPlan(ServiceError):
 class PlanTimedOut(ServiceError):
     status = 504
     template = (
-        "the plan was not done within {:g} s; give it more (time_limit_s), or ask again when the "
-        "service is less busy"
+        "the plan was not done within {:g} s; give it more (--time-limit, time_limit_s), or ask "
+        "again when the service is less busy"
     )
 
 

@@ -33,7 +33,7 @@ from service.cli.common import (
 from service.cli.follow import detached_message, detaching, follow
 from service.cli.render import facts_grid, plain_table
 from service.client.client import PLAN_LIMIT_S
-from service.client.errors import InvalidRequest
+from service.client.errors import InvalidRequest, ServerFault
 from service.domain.timeline import counted
 from service.schemas.jobs import JobDetail, JobPlan, LayoutOption
 from service.schemas.plans import PlansOut, RecommendedLayout
@@ -227,7 +227,7 @@ def plan(
         found = client.plan(document)
         try:
             made, lack = client.plans(document, time_limit_s=time_limit_s), ""
-        except InvalidRequest as error:
+        except (InvalidRequest, ServerFault) as error:
             made, lack = None, str(error)
     if as_json:
         print_json({**found.model_dump(mode="json"), "plans": made})

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
+from service.api.routers import plans as plans_routes
 from service.dashboard import fragments
 from service.errors import PlannerFailed, PlanTimedOut
 from service.jobs import planning as planning_module
@@ -439,5 +440,9 @@ def test_plan_shows_the_grid_memory_and_candidates(
     plain = shardloom("plan", "job.yaml")
     assert plain.exit_code == 0 and "not estimated: no host of the cluster" in plain.stdout
     assert json.loads(shardloom("plan", "job.yaml", "--json").stdout)["plans"] is None
+    with patch.object(plans_routes, "_planned", side_effect=PlanTimedOut(60)):
+        late = shardloom("plan", "job.yaml")
+    assert late.exit_code == 0 and "8 workers (auto)" in late.stdout
+    assert "not estimated: the plan was not done" in late.stdout and "--time-limit" in late.stdout
     refused = shardloom("plan", "job.yaml", "--cluster", "8xH100-80GB, hbm_bytes=0")
     assert refused.exit_code == 2 and "hbm_bytes is 0" in refused.stderr

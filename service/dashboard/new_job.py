@@ -10,6 +10,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode
@@ -24,6 +25,7 @@ from service.dashboard.sweeps import SearchForm
 from service.domain.auth import Role
 from service.domain.job_filter import ALL_JOBS
 from service.domain.timeline import counted
+from service.errors import StoreUnavailable
 from service.jobs.actions import spec_of_clone
 from service.schemas.jobs import JobDetail, JobPlan
 from service.schemas.plans import PlansOut
@@ -161,9 +163,11 @@ class NewJobPage:
     async def _template_text(self) -> str:
         """The chosen text to begin with; an example has data that is known, if any."""
         text = self._templates[self._template]
-        if not self._template:
-            return text
-        return await asyncio.to_thread(self._with_known_data, text, self._rest.reader().projects)
+        if self._template:
+            known = partial(self._with_known_data, text, self._rest.reader().projects)
+            with suppress(StoreUnavailable):
+                text = await asyncio.to_thread(known)
+        return text
 
     def _with_known_data(self, text: str, projects: Collection[str] | None) -> str:
         """A text with the data of the newest job that started with the same features, if any."""
@@ -336,30 +340,23 @@ class NewJobPage:
         self._recommended = best if best and not best.is_chosen else None
         self._take.set_visibility(self._recommended is not None)
 
-    def _take_layout(self) -> None:
+    async def _take_layout(self) -> None:
         """Write the recommended layout into the text."""
         best, text = self._recommended, self._editor.value
         if best is None:
             return
-        every_steps = "parallelism.sync.every_steps"
-        is_tuned = spec_text.value_at(parse_document(text), every_steps) == "auto"
-        for path, value in {
-            "parallelism.shard_group_size": best.shard_group_size,
-            "parallelism.placement": best.placement,
-            every_steps: "auto" if is_tuned else best.sync_every_steps,
-            "parallelism.sync.mode": best.sync_mode,
-        }.items():
-            text = spec_text.with_value(text, path, value)
-        self._editor.set_value(text)
+        changed = await asyncio.to_thread(_with_layout, text, best)
+        if text == self._editor.value:  # or somebody typed on meanwhile
+            self._editor.set_value(changed)
 
     def _show_problems(self, problems: tuple[FieldProblem, ...], none: str = "Valid") -> None:
         """At their lines in the text, in a list below it (`none` where that is empty), and at their
         fields of the form.
         """
         self._shown, text = problems, self._editor.value
+        places = spec_text.lines_of(text, [each.path for each in problems])
         lines: dict[int, str] = {}
-        for each in problems:
-            at = spec_text.line_of(text, each.path)
+        for at, each in zip(places, problems, strict=True):
             lines[at] = f"{lines[at]}\n" if at in lines else ""
             lines[at] += f"{each.path}: {each.message}"
         faulty = [{"kind": "line", "line": line, "class": "faulty-line"} for line in lines]
@@ -370,8 +367,7 @@ class NewJobPage:
         with self._problems:
             if not problems:
                 ui.label(none).classes("problems-none")
-            for each in problems[:8]:
-                at = spec_text.line_of(text, each.path)
+            for at, each in zip(places[:8], problems, strict=False):
                 with ui.element("button").classes("problem") as row:
                     ui.label(f"{each.path}").classes("problem-path")
                     ui.label(each.message)
@@ -409,12 +405,12 @@ class NewJobPage:
         ui.notify(f"{counted(kept['num_files'], 'file')} uploaded; model.code names them.")
 
     async def _submit_now(self, *, force: bool = False) -> None:
-        checked = spec_text.check(self._editor.value)
+        options: dict[str, Any] = {"headers": {"Idempotency-Key": self._key}}
+        checked = await asyncio.to_thread(spec_text.check, self._editor.value)
         self._show_problems(checked.problems)
         search = self._search.check(checked.spec)
         if checked.spec is None or search is None:
             return
-        options: dict[str, Any] = {"headers": {"Idempotency-Key": self._key}}
         if force:
             options["params"] = {"force": "true"}
         path, body = "/v1/jobs", {"spec": checked.document}
@@ -437,3 +433,16 @@ class NewJobPage:
         for kept in ("location.href", _KEPT_SEARCH):
             ui.run_javascript(f"sessionStorage.removeItem({kept})")
         go_to(f"{MOUNT_PATH}/{kind}/{answer.json()['id']}")
+
+
+def _with_layout(text: str, best: Candidate) -> str:
+    every_steps = "parallelism.sync.every_steps"
+    is_tuned = spec_text.value_at(parse_document(text), every_steps) == "auto"
+    for path, value in {
+        "parallelism.shard_group_size": best.shard_group_size,
+        "parallelism.placement": best.placement,
+        every_steps: "auto" if is_tuned else best.sync_every_steps,
+        "parallelism.sync.mode": best.sync_mode,
+    }.items():
+        text = spec_text.with_value(text, path, value)
+    return text

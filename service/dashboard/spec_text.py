@@ -113,11 +113,16 @@ def check(text: str) -> Checked:
         return Checked(document, None, error.problems)
 
 
-def line_of(text: str, path: str) -> int:
-    """The line (from 1) where a field stands or, if it is not there, where its section begins."""
+def lines_of(text: str, paths: Sequence[str]) -> list[int]:
+    """The line (from 1) where each field stands or, if it is not there, its section begins."""
+    root = _composed(text) if paths else None
+    return [_line_of(root, path) for path in paths]
+
+
+def _line_of(node: Any, path: str) -> int:
     if found := _LINE.match(path):
         return int(found[1])
-    line, node = 1, _composed(text)
+    line = 1
     for key in _keys_of(path):
         pair = _pair_of(node, key)
         if pair is None:

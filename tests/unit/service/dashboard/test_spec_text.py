@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -38,14 +39,28 @@ def test_completion_knows_the_fields_of_a_section_and_the_values_of_a_field() ->
 
 
 def test_a_problem_has_the_line_of_its_field_or_of_its_section() -> None:
-    assert spec_text.line_of(TEXT, "optimizer.dense.lr") == 8
-    assert spec_text.line_of(TEXT, "optimizer.dense.nothing") == 7
-    assert spec_text.line_of(TEXT, "embedding_tables[0].embedding_dim") == 10
-    assert spec_text.line_of(TEXT, "line 3, column 5") == 3
+    lines = {
+        "optimizer.dense.lr": 8,
+        "optimizer.dense.nothing": 7,
+        "embedding_tables[0].embedding_dim": 10,
+        "line 3, column 5": 3,
+    }
+    assert spec_text.lines_of(TEXT, [*lines]) == [*lines.values()]
     checked = spec_text.check("name: [")
     assert checked.spec is None
     assert checked.problems[0].path.startswith("line ")
     assert spec_text.check(yaml.safe_dump(spec_document())).spec is not None
+
+
+def test_a_text_is_read_once_for_the_lines_of_all_its_problems(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compose = Mock(wraps=yaml.compose)
+    monkeypatch.setattr(yaml, "compose", compose)
+    assert spec_text.lines_of(TEXT, ["name", "training.epochs"] * 100) == [2, 3] * 100
+    assert compose.call_count == 1
+    assert spec_text.lines_of(TEXT, []) == []
+    assert compose.call_count == 1
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ from service.schemas import wording
 MAX_COMPARED = 20
 _MAX_POINTS = 300
 _REFRESH_S = 10.0
+# Of the time that a read took: whole series are read each time.
+_PAUSE_RATIO = 20
 _LATE_S = 60.0
 _COLOURS = (
     *("#6472e8", "#e0913a", "#2c9f9a", "#d4687c", "#b766c9", "#7c9a35", "#4d9be0", "#8d6e52"),
@@ -134,6 +136,7 @@ class ComparePage:
     async def _refresh(self) -> None:
         """Show what is new, until all jobs have ended and told all."""
         reading, self._reading = self._reading or self._read(), None
+        began_at = time.monotonic()
         try:
             is_new = await reading
         except StoreUnavailable as error:
@@ -141,6 +144,7 @@ class ComparePage:
                 ui.notify(f"The curves cannot be read: {error}", type="warning", multi_line=True)
             self._is_stale, self._is_drawn = True, False  # some may have been read
             return
+        self._timer.interval = max(_REFRESH_S, _PAUSE_RATIO * (time.monotonic() - began_at))
         self._is_stale = False
         if _to_show(self._compared, self._metrics) != self._shown:
             go_to(self._address(self._wanted))  # With the metrics that there are now.

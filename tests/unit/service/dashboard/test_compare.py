@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from service.dashboard.compare import Compared, best_of, default_metrics, places
+from service.dashboard import compare
+from service.dashboard.compare import Compared, ComparePage, best_of, default_metrics, places
 from service.domain.models import MetricPoint, Progress
 from tests.harness.builders import NOW, attempt_of, queued_job
 
@@ -34,6 +37,19 @@ def test_the_best_value_is_the_least_unless_more_is_better() -> None:
     assert best_of("validation/caucasus/ne", POINTS) == 0.7
     assert best_of("validation/calibration", POINTS) == 1.0
     assert default_metrics([queued_job()])[:2] == ["validation/rmse", "train/rmse"]
+
+
+@pytest.mark.parametrize(("took_s", "pause_s"), [(0.1, 10.0), (3.0, 60.0)])
+def test_a_comparison_that_takes_long_to_read_is_read_less_often(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, pause_s: float
+) -> None:
+    clock = Mock(side_effect=[100.0, 100.0 + took_s])
+    monkeypatch.setattr(compare, "time", Mock(monotonic=clock))
+    page = Mock(
+        _reading=None, _compared=[], _metrics=[], _shown=[], _read=AsyncMock(return_value=False)
+    )
+    asyncio.run(ComparePage._refresh(page))
+    assert page._timer.interval == pytest.approx(pause_s)
 
 
 def test_a_cost_counts_the_hours_of_every_attempt_and_of_one_that_lives_until_its_last_word() -> (

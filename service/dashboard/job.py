@@ -273,7 +273,12 @@ class ChartBox(ABC):
             self.chart.run_chart_method("dispatchAction", _WHOLE)
 
     async def _save_csv(self) -> None:
-        ui.download.content(await self.read_csv(), f"{self._title}.csv", "text/csv")
+        try:
+            text = await self.read_csv()
+        except StoreUnavailable as error:
+            ui.notify(f"The points cannot be read: {error}", type="warning", multi_line=True)
+            return
+        ui.download.content(text, f"{self._title}.csv", "text/csv")
 
     async def _save_png(self) -> None:
         ground = {"pixelRatio": 2, "backgroundColor": "#ffffff"}
@@ -335,7 +340,9 @@ class _ChartPanel(ChartBox):
             self._detail = {}
         else:
             near, far = (int(first + (last - first) * share / 100) for share in (start, end))
-            self._detail = await asyncio.to_thread(self._read, names, near, far, MAX_CHART_POINTS)
+            read = partial(self._read, names, near, far, MAX_CHART_POINTS)
+            with suppress(StoreUnavailable):  # The page says so.
+                self._detail = await asyncio.to_thread(read)
         self.draw(self._view)
 
     def _read(

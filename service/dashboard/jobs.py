@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlencode
@@ -191,6 +192,7 @@ class ListPage:
         self._may_submit = self._reader.may_somewhere(Role.SUBMITTER)
         self._query = JobQuery.of(ui.context.client.request.query_params)
         self._snapshot = ListSnapshot((), None)
+        self._is_reading_sparks = False
         # The one that is filtered by.
         self._metric = ""
         # Cursors of the pages before this one.
@@ -306,9 +308,15 @@ class ListPage:
     async def _draw_sparks(self) -> None:
         """Read the curves that are not known yet, and show them."""
         missing = [*filter(self._feed.needs_spark, self._snapshot.jobs)]
-        if "spark" in self._query.columns and missing:
-            await asyncio.to_thread(lambda: [*map(self._feed.read_spark, missing)])
-            self._show()
+        if "spark" not in self._query.columns or not missing or self._is_reading_sparks:
+            return
+        self._is_reading_sparks = True
+        try:
+            with suppress(StoreUnavailable):  # The list says so.
+                await asyncio.to_thread(lambda: [*map(self._feed.read_spark, missing)])
+        finally:
+            self._is_reading_sparks = False
+        self._show()
 
     def _show(self) -> None:
         # Rows are sent together whenever one has changed, so ages do not change each second.
@@ -400,19 +408,21 @@ class ListPage:
         go_to(f"{MOUNT_PATH}/compare?jobs={ids}")
 
     async def _for_each(self, method: str, path: str, done: str) -> None:
-        refusals, chosen = [], [*self._table.selected]
-        for row in chosen:
-            try:
-                await self._rest.send(method, "/v1/jobs/" + path.format(row["id"]))
-            except Refused as refused:
-                refusals.append(f"{row['name']}: {refused}")
-        num_done = len(chosen) - len(refusals)
-        if num_done:
-            ui.notify(f"{counted(num_done, 'job')} {done}.")
-        for refusal in refusals[:3]:
-            ui.notify(refusal, type="warning", multi_line=True)
-        self._clear_selection()
-        await self.refresh()
+        # The dialog that asked, in which this runs, is deleted once it is closed.
+        with self._selection:
+            refusals, chosen = [], [*self._table.selected]
+            for row in chosen:
+                try:
+                    await self._rest.send(method, "/v1/jobs/" + path.format(row["id"]))
+                except Refused as refused:
+                    refusals.append(f"{row['name']}: {refused}")
+            num_done = len(chosen) - len(refusals)
+            if num_done:
+                ui.notify(f"{counted(num_done, 'job')} {done}.")
+            for refusal in refusals[:3]:
+                ui.notify(refusal, type="warning", multi_line=True)
+            self._clear_selection()
+            await self.refresh()
 
 
 def _filter_input(label: str, value: str, hint: str = "") -> ui.input:

@@ -52,7 +52,7 @@ _IN_A_FIELD = (
 )
 
 # All fields look alike.
-for _field in (ui.input, ui.number, ui.select, ui.textarea):
+for _field in (ui.input, ui.select, ui.textarea):
     _field.default_props("dense outlined")
 ui.checkbox.default_props("dense size=sm")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -18,7 +19,8 @@ from playwright.sync_api import Locator, Page, expect
 
 from service import storage
 from service.dashboard import compare, fragments, panels, spec_text
-from service.dashboard.jobs import PAGE_SIZE
+from service.dashboard.jobs import PAGE_SIZE, ListFeed
+from service.dashboard.rest import Rest
 from service.db.jobs import JobStore
 from service.db.sweeps import SweepStore
 from service.domain.job_filter import JobFilter
@@ -108,13 +110,27 @@ def settled_picture(chart: Locator) -> bytes:
 
 
 def test_the_list_shows_jobs_follows_them_and_leads_to_their_pages(
-    page: Page, dashboard: Dashboard, running: Job
+    page: Page, dashboard: Dashboard, running: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read_spark, reads, may_read = ListFeed.read_spark, list[str](), threading.Event()
+
+    def held(feed: ListFeed, job: Job) -> None:
+        reads.append(job.id)
+        may_read.wait(scaled(60))
+        read_spark(feed, job)
+
+    monkeypatch.setattr(ListFeed, "read_spark", held)
     page.goto("/")
     row = page.get_by_role("row").filter(has_text=running.id)
     expect(row).to_contain_text("running")
     expect(row).to_contain_text("4 = 2 × 2")  # noqa: RUF001
     expect(row).to_contain_text("40%")
+    for step in (50, 60):
+        tell(dashboard.store, running, progress(step))
+        expect(row).to_contain_text(f"{step}%", timeout=LIVE_MS)
+    assert len(reads) == 1, "curves are read by one thread at a time"
+    may_read.set()
+    expect(row.locator(".job-spark path")).to_have_count(1, timeout=LIVE_MS)
     link = row.get_by_role("link")
     link.evaluate("link => { link.isAsBefore = true }")
     link.hover()
@@ -185,6 +201,7 @@ def test_a_comparison_follows_its_jobs_and_is_read_on_after_a_fault_of_the_store
     page: Page, dashboard: Dashboard, running: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "_REFRESH_S", 0.2)
+    monkeypatch.setattr(compare, "_PAUSE_RATIO", 0)
     page.goto(f"/dashboard/compare?jobs={running.id}")
     results, told = page.locator(".compared"), page.get_by_text("The curves cannot be read")
     expect(results).to_contain_text("0.9100", timeout=LIVE_MS)
@@ -271,6 +288,11 @@ def test_a_new_job_begins_with_a_copy_an_example_or_nothing(
         page.get_by_role("combobox", name="Begin with").click()
         page.get_by_role("option", name=chosen).click()
         expect(editor).to_contain_text(text)
+    with monkeypatch.context() as away:
+        away.setattr(dashboard.store, "list_jobs", Mock(side_effect=StoreUnavailable("locked")))
+        page.get_by_role("combobox", name="Begin with").click()
+        page.get_by_role("option", name="examples/movielens-survive.yaml").click()
+        expect(editor).to_contain_text("data/movielens")
     monkeypatch.setattr(spec_text, "_EXAMPLES", tmp_path)
     page.goto("/dashboard/new")
     expect(editor).to_contain_text("my-job")
@@ -415,7 +437,16 @@ def test_keys_that_are_typed_while_a_draft_is_checked_stay_in_their_order(page: 
     expect(editor).to_contain_text(typed)
 
 
-def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: Dashboard) -> None:
+def test_several_jobs_are_cancelled_and_deleted_together(
+    page: Page, dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, is_closed = Rest.send, threading.Event()
+
+    async def held(rest: Rest, method: str, path: str, **options: Any) -> Any:
+        await asyncio.to_thread(is_closed.wait, scaled(60))
+        return await send(rest, method, path, **options)
+
+    monkeypatch.setattr(Rest, "send", held)
     submit(dashboard, "first")
     submit(dashboard, "second")
     page.goto("/dashboard/")
@@ -432,6 +463,11 @@ def test_several_jobs_are_cancelled_and_deleted_together(page: Page, dashboard: 
         dialog = page.get_by_role("dialog")
         expect(dialog).to_contain_text(f"{button} 2 jobs: second, first?")
         dialog.get_by_role("button", name=asked).click()
+        expect(dialog).to_have_count(0)
+        if button == "Cancel":
+            page.get_by_role("button", name="Switch theme").click()
+            expect(page.locator("body.body--dark")).to_be_visible()  # The dialog is deleted now.
+            is_closed.set()
         expect(page.get_by_text("2 jobs ").first).to_be_visible(timeout=LIVE_MS)
         if button == "Cancel":
             expect(page.locator(".job-status", has_text="cancelled")).to_have_count(2)
@@ -592,7 +628,24 @@ def test_the_page_of_a_job_says_when_it_cannot_be_read_and_that_it_was_deleted(
         open_job(page, running)
         expect(page.locator(".heading .status")).to_have_text("failed")
         expect(page.get_by_text("What is shown is old")).to_be_visible(timeout=LIVE_MS)
-    expect(page.locator(".chart-panel.drawn").first).to_be_visible(timeout=LIVE_MS)
+    chart = page.locator(".chart-panel.drawn").first
+    expect(chart).to_be_visible(timeout=LIVE_MS)
+    settled_picture(chart)
+    with monkeypatch.context() as away:
+        points, sample = (Mock(side_effect=StoreUnavailable("locked")) for _ in range(2))
+        away.setattr(dashboard.store, "metric_points", points)
+        away.setattr(dashboard.store, "metric_sample", sample)
+        chart.get_by_role("button", name="CSV").click()
+        expect(page.get_by_text("The points cannot be read: locked")).to_be_visible()
+        chart.locator(".chart").hover()
+        page.keyboard.down("Control")
+        page.mouse.wheel(0, -300)
+        page.keyboard.up("Control")
+        wait_for(lambda: points.call_count > 1, "a zoom to read points")
+        page.goto("/dashboard/")
+        wait_for(lambda: sample.called, "the list to read curves")
+        expect(page.get_by_role("row").filter(has_text=running.id)).to_be_visible()
+    open_job(page, running)
     with monkeypatch.context() as away:
         away.setattr(dashboard.store, "get_job", locked)
         expect(page.get_by_text("What is shown is old")).to_be_visible(timeout=LIVE_MS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -164,8 +165,10 @@ def membership_view(job: Job) -> MembershipOut | None:
     membership = current_membership(job)
     if membership is None:
         return None
+    now = time.time()
+    excluded = [host for host in membership.excluded_hosts if host.until > now]
     return MembershipOut(
-        **vars(membership),
+        **vars(membership) | {"excluded_hosts": excluded},
         num_current=num_current(membership),
         num_wanted=num_wanted(membership),
         host_copies_needed=job.spec.parallelism.num_hosts_needed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.harness.builders import (
     workers_started,
 )
 from tests.harness.service import Api, problem_in, replace_attempt
-from trainer.protocol.events import Event
+from trainer.protocol.events import Event, HostExcluded
 from trainer.protocol.requests import ResizeRequests
 from trainer.protocol.run_dir import AttemptDir
 from trainer.spec.base import MAX_WORKERS
@@ -234,3 +235,14 @@ def test_a_layout_that_is_not_chosen_yet_cannot_be_resized(api: Api) -> None:
         actions.check_size(undecided, 4)
     chosen = replace(undecided, membership=job.membership)
     assert actions.legal_sizes(chosen) == [2, 4, 6, 8]
+
+
+def test_hosts_that_are_left_out_no_more_are_not_among_those_that_are(api: Api) -> None:
+    now = time.time()
+    left_out = [
+        HostExcluded(time=now, host=host, num_failures=3, until=now + for_s)
+        for host, for_s in ((HOSTS[0], -1), (HOSTS[1], 600))
+    ]
+    job_id = running(api, layout_chosen(), workers_started(), membership_changed(), *left_out)
+    membership = api.http.get(f"/v1/jobs/{job_id}").json()["membership"]
+    assert [each["host"] for each in membership["excluded_hosts"]] == [HOSTS[1]]

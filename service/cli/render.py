@@ -163,9 +163,8 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEvent], now_s: float) 
         grid.add_row(fact.name.lower(), toned(fact.text, fact.tone))
     if goodput := goodput_of(job.latest_metrics):
         lost = ", ".join(f"{cause} {share:.1%}" for cause, share in goodput.lost_shares)
-        grid.add_row(
-            "goodput", f"{goodput.share:.1%} of this attempt" + (f"; lost: {lost}" if lost else "")
-        )
+        share = f"{goodput.share:.1%} since the attempt or its coordinator started"
+        grid.add_row("goodput", share + (f"; lost: {lost}" if lost else ""))
     grid.add_row("sync", sync_text(job.spec))
     grid.add_row("created", f"{wording.age(job.created_at, now_s)}, at {clock(job.created_at)}")
     if took := wording.duration_of(job, now_s):

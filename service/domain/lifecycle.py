@@ -49,7 +49,7 @@ LATE_RECORDS_S = 30.0
 # With the longest backoff between them these take most of a day.
 MAX_ATTEMPTS = 250
 # What a job says that pauses, and while run storage does not take the request.
-PAUSING = "pausing: the workers save a checkpoint and leave"
+PAUSING = "pausing: workers that train save a checkpoint and leave"
 NOT_ASKED = "pausing: run storage cannot be written, so that the workers are not asked yet"
 _FINAL_STATUS = {
     EndReason.COMPLETED: JobStatus.SUCCEEDED,
@@ -196,6 +196,7 @@ def _implied_end(observation: Observation) -> ReportedEnd:
         case _ if observation.reason is not None:
             return ReportedEnd(observation.reason, observation.message)
         case _:
+            detail = detail.replace("\n", "; the end of its log:\n", 1)  # which need not say why
             return ReportedEnd(EndReason.DRIVER_LOST, f"the driver ended without a report{detail}")
 
 

@@ -136,12 +136,14 @@ _FAMILIES = (
     ),
     _single(
         "shardloom_job_goodput_ratio",
-        "Share of the workers' time in this attempt that trained rows that count, while it runs.",
+        "Share of the workers' time that trained rows that count, since the attempt or its "
+        "coordinator started, while it runs.",
         lambda job: job.latest_metrics.get(SHARE) if _runs(job) else None,
     ),
     _Family(
         "shardloom_job_lost_seconds",
-        "Group-seconds of this attempt that trained nothing that counts, by what they went to.",
+        "Group-seconds that trained nothing that counts, by what they went to, since the attempt "
+        "or its coordinator started.",
         _lost,
         ("cause",),
     ),

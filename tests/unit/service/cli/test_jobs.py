@@ -453,7 +453,8 @@ def test_show_tells_of_groups_and_lost_time(degraded: Api) -> None:
     lines = shown()
     for line in (
         "last recovery commit 310 ms late, nothing to redo, 11s ago; 1 group lost so far",
-        "goodput 97.1% of this attempt; lost: start 2.4%, recovery 0.5%",
+        "goodput 97.1% since the attempt or its coordinator started; lost: start 2.4%, recovery "
+        "0.5%",
         # Every group, the lost one included.
         "0 trains 0 127.0.0.2",
         "1 gone 12s ago (host lost) 0 127.0.0.3",

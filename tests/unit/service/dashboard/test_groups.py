@@ -185,7 +185,7 @@ def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
     values = {"goodput/share": 0.96, "goodput/lost_s/start": 6.0, "goodput/lost_s/redo": 2.0}
     told = scene(Metrics(time=NOW, step=1, values=values))
     html = section(told)
-    assert "<strong>96.0%</strong> goodput of this attempt" in html
+    assert "<strong>96.0%</strong> goodput since the attempt or its coordinator started" in html
     assert 'gained" style="width: 96.000%" title="goodput: 96.0%"' in html
     assert 'loss-0" style="width: 3.000%" title="start: 3.0%"' in html
     assert 'loss-1" style="width: 1.000%" title="lost work: 1.0%"' in html

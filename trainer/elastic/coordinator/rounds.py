@@ -564,7 +564,8 @@ class SyncRounds:
         recovered = self._metrics.commit(gaining, self.generation, ended.commit, now)
         for number in counting:
             del self._num_skips[number]
-        missing = ended.missing()
+        if missing := ended.missing():
+            self._formed = None  # who missed the commit drops its process groups
         voters = [group for group in ended.groups if group not in missing]
         self._update_copies(ended, voters, now)
         # What an overlapping group has trained since would be lost.

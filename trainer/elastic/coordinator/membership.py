@@ -162,8 +162,6 @@ class Membership:
         if group is None or self._rounds.repeat(group):
             return self._take_effects()
         if not self._is_recovering:
-            if arrive.report and group.group == self._groups.choose_leader():
-                self._rounds.report = arrive.report
             self._rounds.inspect(group, now)
             if self._rounds.is_over or not self._groups.is_waited_for():
                 self._advance(now)

@@ -144,7 +144,7 @@ class OpenRound:
 class SyncRounds:
     """Opens rounds of the groups that are there, collects their votes, and commits to the ledger.
 
-    `report` is the leader's, for the next commit, and `num_saves` how many checkpoints the driver
+    `report` is the leader's, of the newest round, and `num_saves` how many checkpoints the driver
     has asked for. With `failure` the run cannot go on.
     """
 
@@ -202,7 +202,6 @@ class SyncRounds:
 
         Raises `LeaseError`.
         """
-        self.report = Report()  # the last one was about a state that is gone
         self._book.restore(ledger)
         self._tuner.resume(ledger.tuning)
         self._number = max(self._number, ledger.round)
@@ -425,6 +424,9 @@ class SyncRounds:
             self.generation += 1
         self._number, self._opened_at = self._number + 1, now
         commit = self.ledger.commit + 1
+        leader = self._groups.choose_leader()
+        told = (group.arrival.report for group in groups if group.group == leader)
+        self.report = next(told, None) or Report()
         opened = OpenRound(self._number, self.generation, commit, groups, joining)
         self._round = opened
         self._metrics.start_round()
@@ -556,7 +558,6 @@ class SyncRounds:
         if self._policy.sync.is_tuned:
             self._tune(ended.synced, now)
         self.has_finished |= self.report.has_finished
-        self.report = Report()
         counting = {group.group for group in ended.counting}
         # Else who trained nothing had nothing to train.
         has_waited = self._is_short or self._metrics.incident

@@ -890,6 +890,16 @@ def test_a_sync_that_one_group_heard_of_counts_for_all():
     assert not world.told("group_lost")
 
 
+def test_what_a_leader_reports_counts_though_a_restarted_coordinator_hears_it_first():
+    world = running(commit=1)
+    assert not world.ledger.metrics
+    world.start_coordinator()
+    while world.groups[0].outbox:
+        world.deliver(world.groups[0])
+    world.run_to_commit(2)
+    assert world.ledger.metrics == {"of group 0": 1.0}
+
+
 def test_a_group_that_holds_another_sync_of_the_same_number_is_lost():
     world = running()
     life = world.groups[1]

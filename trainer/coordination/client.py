@@ -399,9 +399,7 @@ class CoordinatorClient:
             with self._changed:
                 if self._changed.wait_for(has_ended, timeout=self._beat_every_s):
                     return
-                is_welcome = self._is_welcome
-            if is_welcome:
-                self._send(Numbered(id=0, body=Heartbeats(ranks=self.heartbeats())))
+            self._send(Numbered(id=0, body=Heartbeats(ranks=self.heartbeats())))
 
     def heartbeats(self) -> tuple[Heartbeat, ...]:
         """What there is to say now of the ranks that this connection speaks for."""

@@ -370,6 +370,16 @@ def test_a_rank_whose_connection_ends_is_missed_at_once_and_its_round_fails(tmp_
     assert lost.message.startswith("rank 0 on 127.0.0.3 ended")
 
 
+def test_who_waits_for_its_welcome_says_that_it_lives(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(Membership, "_welcome", lambda _: None)  # as while a run is recovered
+    heard = Mock(return_value=[])
+    monkeypatch.setattr(Membership, "on_heartbeats", heard)
+    with with_members(tmp_path, 1) as (_, (member,)), ThreadPoolExecutor(1) as pool:
+        pool.submit(member.join, "initial", "seed-0", Ledger(), "")
+        wait_until(lambda: heard.called, "a heartbeat")
+        member.close()
+
+
 def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path):
     port = free_port()
     members = [

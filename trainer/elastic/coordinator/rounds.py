@@ -220,7 +220,8 @@ class SyncRounds:
         self._book.restore(self.ledger)
         self._tuner.resume(self.ledger.tuning)
         self._metrics.record_incident("the coordinator was restarted", since)
-        for group in trained:
+        # Others may hold by now what one that was lost, and not told so, says that it holds.
+        for group in sorted(trained, key=lambda each: -each.hello.ledger.commit):
             group.make_current()
             self._metrics.goodput.train(group.group, now)
             self._book.adopt(group.hello.leases, group.group)

@@ -1005,6 +1005,27 @@ def test_who_refused_a_round_is_told_by_no_coordinator_that_it_took_part():
     assert refused not in listener.applied
 
 
+def test_a_restarted_coordinator_gives_a_lost_group_no_rows_that_others_hold_by_now():
+    world = running()
+    lost = world.groups[0]
+    held = {span for lease in lost.hello.leases for span in lease.spans}
+    world.hung.add(0)
+    world.act(world.membership.drop(0, 0, "silent", world.now))
+    lost.inbox.clear()  # it is cut off
+
+    def is_trained_anew() -> bool:
+        done = [group for group in (1, 2) if has_ready(world, group, "arrive")]
+        leases = [lease for group in done for lease in world.groups[group].interval]
+        return bool(held & {span for lease in leases for span in lease.spans})
+
+    world.run_until(is_trained_anew)
+    world.hung.clear()
+    world.start_coordinator()
+    world.exchange(20)
+    _, *told = world.told("group_lost")
+    assert [(each.group, each.reason) for each in told] == [(0, "stale")]
+
+
 def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     world = running(heartbeat_timeout_s=30.0)
     world.start_coordinator()

@@ -524,13 +524,16 @@ class SyncRounds:
         """Answer a vote on a round that is over, perhaps since before a restart."""
         newest = self.ledger
         is_newest = (vote.round, vote.commit) == (newest.round, newest.commit)
-        is_newest &= vote.ok and group.copy != "stale"  # else it was committed without this one
+        # Else it was committed without this one.
+        is_newest &= vote.ok and (group.is_current or group.copy == "live")
         if group.is_current and not is_newest and vote.commit <= newest.commit:
             message = f"the others have committed sync {newest.commit} without it"
             self.lose(group, "stale", message, now)
             return
         result = self._result(group, vote.round, committed=is_newest)
         self._effects.append(group.answer(result))
+        if group.copy == "stale":
+            group.copy = "absent"  # it was told to start over
 
     def _end_round(self, why: str, now: float) -> None:
         """A round has failed: answer who voted, and notify who may still wait for its peers."""
@@ -676,7 +679,7 @@ class SyncRounds:
             leases=self._book.held(group.group),
             leader=self._groups.choose_leader() or 0,
             share=group.share,
-            standing="initial" if group.copy == "stale" else group.standing,
+            standing=group.standing if group.is_current or group.copy == "live" else "initial",
             should_leave=should_leave,
             has_finished=committed and self.has_finished,
             num_saves=self.num_saves,

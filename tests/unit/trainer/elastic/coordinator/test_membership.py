@@ -338,25 +338,43 @@ def test_a_listener_that_does_not_vote_delays_a_commit_by_a_second():
 
 
 def with_late_listener() -> World:
-    """A job of three groups, of which the last copies and heard too late of a commit of all."""
+    """A job of three groups, of which the last copies and votes late: all have committed."""
     world = joining(heartbeat_timeout_s=60.0)
     world.run_until(lambda: has_ready(world, 2, "vote"))
     world.hung = {2}
     world.exchange(20)
     tick(world, 1.1)
     world.hung = {0, 1}
-    world.exchange(5)
+    world.run_until(lambda: not world.groups[2].outbox)
     world.hung.clear()
     return world
 
 
 def test_a_round_with_a_group_that_missed_a_commit_forms_its_process_groups_anew():
     world = with_late_listener()
-    missed = world.rounds[max(world.rounds)]
+    missed = world.groups[2].round
+    while world.groups[2].inbox:
+        world.groups[2].hear()
+    world.deliver(world.groups[2])  # it arrives first
     world.run_until(lambda: max(world.rounds) > missed.round)
     opened = world.rounds[max(world.rounds)]
     assert opened.members == missed.members
     assert opened.generation > missed.generation, "it has dropped those that it had"
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_a_listener_that_missed_a_commit_copies_anew_once(is_repeated: bool):
+    world = with_late_listener()
+    listener = world.groups[2]
+    if is_repeated:
+        listener.connect()  # the answer was lost
+    world.run_until(lambda: listener.copy is None)
+    world.run_until(lambda: listener.copy)
+    anew = listener.copy
+    world.run_to_commit(world.ledger.commit + 2)
+    assert listener.copy is anew
+    world.run_to_end()
+    world.check_rows()
 
 
 def test_rounds_go_on_without_a_listener_that_makes_them_fail_and_it_is_lost_in_the_end():

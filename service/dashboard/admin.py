@@ -15,7 +15,7 @@ from typing import Any
 from nicegui import ui
 
 from service.dashboard import fragments
-from service.dashboard.panels import asking, button
+from service.dashboard.panels import ask, asking, button
 from service.dashboard.rest import Refused, Rest, path_of
 from service.dashboard.shell import page_frame, panel
 from service.domain.auth import ALL_PROJECTS, Role
@@ -121,6 +121,7 @@ class SettingsPage:
     async def build(self) -> None:
         with page_frame("Settings", self._rest):
             ui.html("<h1>Settings</h1>", sanitize=False)
+            self._dialogs = ui.element("div").classes("hidden")
             with panel("You"):
                 roles = ", ".join(
                     f"{role.label} in {'all projects' if project == ALL_PROJECTS else project}"
@@ -267,10 +268,14 @@ class SettingsPage:
                         _chip(state, "good" if state == "valid" else "neutral")
                     with ui.element("td").classes("row-actions"):
                         if state == "valid":
-                            path = f"/v1/keys/{each['id']}"
-                            revoke = partial(self._change, self._show_keys, "DELETE", path)
+                            revoke = partial(self._ask_to_revoke, each)
                             revoking = button("Revoke", revoke, "cancel-button")
                             revoking.props["aria-label"] = f"Revoke {each['name']}"
+
+    def _ask_to_revoke(self, key: Mapping[str, Any]) -> None:
+        told = "Whoever uses it is refused from then on: this page, too, if you signed in with it."
+        act = partial(self._change, self._show_keys, "DELETE", f"/v1/keys/{key['id']}")
+        ask(f"Revoke the key {key['name']}?", told, "Revoke", act, home=self._dialogs)
 
     async def _make_key(self) -> None:
         days = int(self._key_days.value or 0)
@@ -317,7 +322,13 @@ class SettingsPage:
                         button("Switch off" if is_on else "Switch on", switch)
                         told = f"Queued. `shardloom webhooks deliveries {each['id']}` says more."
                         button("Test", partial(change, "POST", f"{path}:test", told))
-                        button("Delete", partial(change, "DELETE", path), "cancel-button")
+                        asked, told = (
+                            f"Delete the webhook {each['url']}?",
+                            "Its secret goes with it.",
+                        )
+                        delete = partial(change, "DELETE", path)
+                        asks = partial(ask, asked, told, "Delete", delete, home=self._dialogs)
+                        button("Delete", asks, "cancel-button")
 
     async def _add_webhook(self) -> None:
         kinds = (self._hook_kinds.value or "").replace(",", " ").split()

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from starlette.datastructures import QueryParams
 
 from service.dashboard import views
-from service.dashboard.panels import asking, button
+from service.dashboard.panels import ask, button
 from service.dashboard.rest import Refused, Rest
 from service.dashboard.shell import MOUNT_PATH, go_to, link_button, page_frame
 from service.dashboard.snapshots import Shared
@@ -393,11 +393,7 @@ class ListPage:
         names = [row["name"] for row in self._table.selected]
         title = f"{verb} {counted(len(names), 'job')}: {', '.join(names[:3])}"
         title += f" and {len(names) - 3} more?" if len(names) > 3 else "?"
-        leave, colour = "Keep them", "color=negative"
-        with asking(title, f"{verb} jobs", act, leave=leave, colour=colour) as made_dialog:
-            ui.label(told)
-        made_dialog.on("hide", made_dialog.delete)
-        made_dialog.open()
+        ask(title, told, f"{verb} jobs", act, home=self._selection)
 
     def _clear_selection(self) -> None:
         self._table.selected = []
@@ -408,21 +404,19 @@ class ListPage:
         go_to(f"{MOUNT_PATH}/compare?jobs={ids}")
 
     async def _for_each(self, method: str, path: str, done: str) -> None:
-        # The dialog that asked, in which this runs, is deleted once it is closed.
-        with self._selection:
-            refusals, chosen = [], [*self._table.selected]
-            for row in chosen:
-                try:
-                    await self._rest.send(method, "/v1/jobs/" + path.format(row["id"]))
-                except Refused as refused:
-                    refusals.append(f"{row['name']}: {refused}")
-            num_done = len(chosen) - len(refusals)
-            if num_done:
-                ui.notify(f"{counted(num_done, 'job')} {done}.")
-            for refusal in refusals[:3]:
-                ui.notify(refusal, type="warning", multi_line=True)
-            self._clear_selection()
-            await self.refresh()
+        refusals, chosen = [], [*self._table.selected]
+        for row in chosen:
+            try:
+                await self._rest.send(method, "/v1/jobs/" + path.format(row["id"]))
+            except Refused as refused:
+                refusals.append(f"{row['name']}: {refused}")
+        num_done = len(chosen) - len(refusals)
+        if num_done:
+            ui.notify(f"{counted(num_done, 'job')} {done}.")
+        for refusal in refusals[:3]:
+            ui.notify(refusal, type="warning", multi_line=True)
+        self._clear_selection()
+        await self.refresh()
 
 
 def _filter_input(label: str, value: str, hint: str = "") -> ui.input:

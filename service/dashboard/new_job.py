@@ -86,6 +86,7 @@ const keep = ({ docChanged, state }) =>
 const added = [EditorState.languageData.of(optionsAt), EditorView.updateListener.of(keep)];
 editor.dispatch({ effects: StateEffect.appendConfig.of(added) });
 editor.contentDOM.setAttribute("aria-label", "Spec");
+editor.contentDOM.setAttribute("aria-description", "Escape, then Tab, leaves it");
 editor.scrollDOM.tabIndex = 0;
 """
 
@@ -278,10 +279,7 @@ class NewJobPage:
             value = parse_document(str(raw)) if raw not in (None, "") else None
             text = spec_text.with_value(self._editor.value, path, value)
         except SpecError as error:
-            for timer in (self._pending, self._planning):
-                if timer is not None:
-                    # The text that it reads has nothing of this value: it would find no fault.
-                    timer.cancel(with_current_invocation=True)
+            self._stop_checks()  # The text that they read has nothing of this value.
             others = (each for each in self._shown if each.path != path)
             self._show_problems((*others, FieldProblem(path, "syntax", str(error))))
             self._submit.disable()
@@ -289,6 +287,12 @@ class NewJobPage:
             return
         self._editor.set_value(text)
         self._text_changed()  # Also where it was that before, and only the field was wrong.
+
+    def _stop_checks(self) -> None:
+        """What they find would stand in the place of what is shown now."""
+        for timer in (self._pending, self._planning):
+            if timer is not None:
+                timer.cancel(with_current_invocation=True)
 
     async def _check(self) -> None:
         """Check the text, and show its problems and its values."""
@@ -354,11 +358,13 @@ class NewJobPage:
         fields of the form.
         """
         self._shown, text = problems, self._editor.value
+        in_text = self._search.show_faults(problems)
         places = spec_text.lines_of(text, [each.path for each in problems])
         lines: dict[int, str] = {}
         for at, each in zip(places, problems, strict=True):
-            lines[at] = f"{lines[at]}\n" if at in lines else ""
-            lines[at] += f"{each.path}: {each.message}"
+            if each in in_text:
+                lines[at] = f"{lines[at]}\n" if at in lines else ""
+                lines[at] += f"{each.path}: {each.message}"
         faulty = [{"kind": "line", "line": line, "class": "faulty-line"} for line in lines]
         # Not by its properties: with those its text is sent, without what is typed meanwhile.
         self._editor.run_method("setDecorations", faulty)
@@ -422,6 +428,7 @@ class NewJobPage:
         try:
             answer = await self._rest.send("POST", path, json=body, **options)
         except Refused as refused:
+            self._stop_checks()
             self._show_problems(tuple(refused.problem.fields))
             if refused.problem.code == "does_not_fit":
                 self._misfit_text.set_text(str(refused))

@@ -87,6 +87,21 @@ def asking(
             ui.button(confirm, on_click=confirmed).props(f"unelevated no-caps {colour}")
 
 
+def ask(
+    title: str, told: str, confirm: str, act: Callable[[], Awaitable[None]], *, home: ui.element
+) -> None:
+    """Ask in a dialog that is made for it; `act` runs in `home`, which outlives the dialog."""
+
+    async def confirmed() -> None:
+        with home:
+            await act()
+
+    with home, asking(title, confirm, confirmed, colour="color=negative") as dialog:
+        ui.label(told)
+    dialog.on("hide", dialog.delete)
+    dialog.open()
+
+
 def _fields(style: str = "") -> ui.element:
     return ui.element("div").classes(f"dialog-fields {style}")
 
@@ -323,7 +338,9 @@ class LogView:
 
 def shown_line(text: str) -> str:
     """A line as a terminal has it in the end, cut off where it is too long for a page."""
-    shown = text.rpartition("\r")[2][:_MAX_LINE_CHARS]
+    shown = text.rpartition("\r")[2]
+    if len(shown) > _MAX_LINE_CHARS:
+        shown = f"{shown[:_MAX_LINE_CHARS]} ..."
     # An empty label has no height, and a blank line should keep its place.
     return " ".join(shown.splitlines()) or "\N{NO-BREAK SPACE}"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -18,6 +20,7 @@ from service.domain.auth import Role
 from service.domain.sweeps import Search, SweepStatus, loss_of
 from service.schemas import wording
 from service.schemas.sweeps import SweepDetail, SweepSummary, parameter_of
+from trainer.spec.base import FieldProblem
 from trainer.spec.job import JobSpec
 
 _REFRESH_S = 3.0
@@ -62,6 +65,23 @@ class SearchForm:
                     )
                 ]
                 self._fields = (self._ranges, self._metric, self._direction, self._search, *numbers)
+        roots = ("parameters", "metric", "direction", "search", "num_trials", "num_parallel")
+        self._by_root = dict(zip((*roots, "early_stopping"), self._fields, strict=True))
+
+    def show_faults(self, problems: Sequence[FieldProblem]) -> list[FieldProblem]:
+        """At its fields, by the names that `POST /v1/sweeps` has for them; those of no field."""
+        faults, others = defaultdict[str, list[str]](list), list[FieldProblem]()
+        for each in problems:
+            root = re.split(r"[.\[]", each.path)[0]
+            if root in self._by_root:
+                faults[root].append(each.message)
+            else:
+                others.append(each)
+        for root, field in self._by_root.items():
+            # What the form itself finds of the fields to search stays.
+            if root in faults or field is not self._ranges:
+                field.error = "; ".join(faults[root]) or None
+        return others
 
     @property
     def values(self) -> dict[str, Any]:

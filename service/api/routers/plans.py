@@ -60,6 +60,8 @@ async def make_plan(
         return await work
     finally:
         limit.cancelled.set()
+        # Of a call that was cancelled nobody else takes it.
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _planned(body: PlanRequest, context: Context, principal: Principal, limit: Limit) -> PlansOut:

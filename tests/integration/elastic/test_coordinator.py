@@ -333,6 +333,17 @@ def test_members_travel_once_per_connection_and_their_weights_with_every_round(t
     coordinator.stop()
 
 
+def test_who_connects_anew_has_one_connection_and_is_not_missed(tmp_path: Path):
+    coordinator = start(0, _NEVER_S, 1, tmp_path)
+    with connect(coordinator.address) as old, connect(coordinator.address) as new:
+        for connection in (old, new):
+            authenticate(connection, TOKEN, coordinator.address, scaled(10))
+            ask(connection.makefile("rwb"), hello_of(identity(0)), "welcome")
+        assert old.recv(1) == b"", "it is closed"
+        assert [group.group for group in coordinator.status().groups] == [0]
+    coordinator.stop()
+
+
 @contextmanager
 def coordinating(port: int, folder: Path) -> Iterator[None]:
     """A coordinator in a process of its own, killed at the end."""

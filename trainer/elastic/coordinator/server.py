@@ -361,7 +361,10 @@ class Coordinator:
         body, now = line.body, self._now()
         if isinstance(body, Hello):
             known = RankId(body.group, body.incarnation, body.ranks[0].rank)
+            old = self._connections.get(known)
             connection.speaker, self._connections[known] = known, connection
+            if old and old is not connection:  # its end was not heard, and may never be
+                old.transport.abort()
             self._take(lambda: self._membership.on_hello(body, line.id, now))
         elif speaker := connection.speaker:
             self._take(lambda: self._receive_from(speaker, line, now))

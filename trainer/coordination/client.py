@@ -57,7 +57,7 @@ LOCATE_S = 2.0
 LONGEST_S = 86_400.0
 """Longest time-out of a socket: the system takes none of a month."""
 _RETRY_S = 0.1
-_LOST_AFTER_S = 120.0
+_LOST_AFTER_S = 120.0  # beyond what a recovery may take
 _AGENT_S = 30.0  # longest that a rank looks for its agent
 _PROVING_FACTOR = 5
 _RECV_BYTES = 1 << 16
@@ -245,7 +245,7 @@ class CoordinatorClient:
         if self._is_closed:
             raise CoordinatorLost("this rank has closed its connection to the coordinator")
         away_s = 0.0 if self._is_welcome else time.monotonic() - self._away_since
-        if away_s > _LOST_AFTER_S:
+        if away_s > _LOST_AFTER_S + finding_s(self._connect_timeout_s):
             raise CoordinatorLost(
                 f"no coordinator answered for {away_s:.0f} s ({self._problem or 'no answer'}); was "
                 "the job's driver killed, or is the head node cut off?"

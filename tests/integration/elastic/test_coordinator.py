@@ -261,6 +261,7 @@ def test_only_the_driver_of_its_attempt_steers_a_coordinator_that_all_jobs_can_c
 
 def test_a_client_with_another_token_is_told_so(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("trainer.coordination.client._LOST_AFTER_S", scaled(0.5))
+    monkeypatch.setattr("trainer.coordination.client.finding_s", lambda _: 0.0)
     with with_members(tmp_path, 1, token=bytes(32)) as (coordinator, (member,)):
         with pytest.raises(CoordinatorLost, match="refused this rank's token"):
             member.join("initial", "seed-0", Ledger(), "")
@@ -385,9 +386,11 @@ def test_who_waits_for_its_welcome_says_that_it_lives(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Membership, "_welcome", lambda _: None)  # as while a run is recovered
     heard = Mock(return_value=[])
     monkeypatch.setattr(Membership, "on_heartbeats", heard)
+    monkeypatch.setattr("trainer.coordination.client._LOST_AFTER_S", 0.0)
     with with_members(tmp_path, 1) as (_, (member,)), ThreadPoolExecutor(1) as pool:
-        pool.submit(member.join, "initial", "seed-0", Ledger(), "")
+        joining = pool.submit(member.join, "initial", "seed-0", Ledger(), "")
         wait_until(lambda: heard.called, "a heartbeat")
+        assert not joining.done(), "all may take as long to find the coordinator"
         member.close()
 
 

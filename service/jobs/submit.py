@@ -112,9 +112,10 @@ def _lacks_checkpoint(folder: Path, field: str) -> FieldProblem | None:
     """That a folder neither is a checkpoint nor holds any, as far as its first entries tell."""
     if folder == RunDir(folder.parent).checkpoints_dir:
         return None
-    job_file = RunDir(folder).job_path
-    if job_file.is_file():
-        if (path := _own_checkpoint_path(job_file)) is None:
+    run_dir = RunDir(folder)
+    if run_dir.job_path.is_file():
+        path = _own_checkpoint_path(run_dir.job_path)
+        if path is None or run_dir.checkpoints_dir.is_dir():
             return None  # The job may be still to save.
         place, mark, options = path.partition("?") if is_remote(path) else (path, "", "")
         own = f"{place.rstrip('/')}/{folder.name}{mark}{options}"

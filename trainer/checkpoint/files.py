@@ -99,7 +99,7 @@ def is_empty(checkpoints_dir: Folder) -> bool:
     """Whether nothing lies in it, not even what was set aside."""
     if isinstance(checkpoints_dir, Path):
         return not any(checkpoints_dir.iterdir())
-    return not checkpoints_dir.is_dir()
+    return not checkpoints_dir.list(recursive=True)
 
 
 def read_file(folder: Folder, name: str) -> bytes | None:

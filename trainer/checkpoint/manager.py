@@ -325,13 +325,13 @@ class CheckpointManager:
 
     def _drop(self, folder: Folder, drop: Callable[[Folder], None], done: str) -> None:
         """Remove a checkpoint, or set it aside; where that fails it is tried again next time."""
-        step, *_ = place_of(folder.name)
-        # First: or one that is gone would be offered where the process ends in between.
-        self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
         try:
             drop(folder)
         except FAULTS as error:
             logger.warning("checkpoint %s could not be %s: %s", folder.name, done, error)
+            return
+        step, *_ = place_of(folder.name)
+        self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
 
     def newest(self) -> CommittedCheckpoint | None:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
@@ -366,15 +366,18 @@ class CheckpointManager:
         if rewind is None:
             return
         name = found.path.name if found else ""
-        if name != rewind.checkpoint and place_of(name)[1] < rewind.attempt_index:
+        is_of_before = name != rewind.checkpoint and place_of(name)[1] < rewind.attempt_index
+        if is_of_before and not self._has_saved(rewind.attempt_index):
             raise CheckpointMismatch(
                 f"checkpoint {rewind.checkpoint}, from which the job was to go on, is gone or "
                 "damaged; restart it from another one"
             )
 
-    def _has_saved(self) -> bool:
-        """Whether the job has told of a checkpoint, in whichever attempt."""
-        for path in RunDir(self._config.run_dir).root.glob("attempts/*/outbox/*.jsonl"):
+    def _has_saved(self, since: int = 0) -> bool:
+        """Whether the job has told of a checkpoint in attempt `since` or a later one."""
+        for path in RunDir(self._config.run_dir).root.glob("attempts/*-a*/outbox/*.jsonl"):
+            if int(path.parts[-3].rpartition("-a")[2]) < since:
+                continue
             with path.open("rb") as records:
                 if any(_SAVED in record for record in records):
                     return True

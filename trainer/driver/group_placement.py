@@ -148,7 +148,7 @@ def decide(policy: GroupPolicy, view: View) -> list[Action]:
         *_starts(policy, view),
         *(Retire(group.group, "drain") for group in moving if group.is_spare),
         # Those that wait for others to take their place are no more than these would be.
-        *(moves or _surplus(trained, view.target, "drain")),
+        *(moves or _surplus(trained, view.target)),
         *_surplus(staying, view.target),
         *_surplus(spares, policy.num_spares),  # as of hosts that are drained no more
     ]
@@ -268,12 +268,10 @@ def _moves(
     return [Retire(group.group, "drain") for group in moving]
 
 
-def _surplus(
-    groups: Sequence[PlacedGroup], target: int, cause: LeaveCause = "resize"
-) -> list[Retire]:
+def _surplus(groups: Sequence[PlacedGroup], target: int) -> list[Retire]:
     """Groups beyond the target: those that are starting first, then by the highest number."""
     num_surplus = len(groups) - target
     if num_surplus <= 0:
         return []
     by_worth = sorted(groups, key=lambda group: (group.phase != "starting", -group.group))
-    return [Retire(group.group, cause) for group in by_worth[:num_surplus]]
+    return [Retire(group.group, "resize") for group in by_worth[:num_surplus]]

@@ -127,6 +127,9 @@ def test_a_job_to_start_from_that_keeps_its_checkpoints_elsewhere_is_refused_wit
     (fault,) = _refused(api, checkpoint={"warm_start": {"path": str(run_dir)}})
     assert fault["path"] == "checkpoint.warm_start.path"
     assert f"keeps its checkpoints in {place}; give that folder" in fault["message"]
+    (run_dir / "checkpoints").mkdir()  # copied there, or the run folders are that place
+    document = spec_document(checkpoint={"warm_start": {"path": str(run_dir)}})
+    assert api.http.post("/v1/jobs", json={"spec": document}).status_code == 201
 
 
 def test_finished_data_is_accepted_and_remote_data_seen_when_the_job_starts(

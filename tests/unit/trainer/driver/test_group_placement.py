@@ -112,7 +112,7 @@ def test_too_many_groups_leave_the_newest_first_and_those_that_do_not_train_befo
     assert decide(THREE, View(hosts, groups, target=1)) == both
     # Although nobody can take their place, and so they have not left their drained hosts.
     stuck = View(hosts, groups, target=2, drained=frozenset("abc"))
-    assert decide(THREE, stuck) == [Retire(1, "drain")]
+    assert decide(THREE, stuck) == [Retire(1, "resize")]
 
 
 def drained(hosts: list[Host], groups: list[PlacedGroup]) -> list[Action]:

@@ -910,6 +910,7 @@ def test_a_sync_that_one_group_heard_of_counts_for_all():
 
 def test_what_a_leader_reports_counts_though_a_restarted_coordinator_hears_it_first():
     world = running(commit=1)
+    world.run_until(lambda: all(has_ready(world, group, "arrive") for group in range(3)))
     assert not world.ledger.metrics
     world.start_coordinator()
     while world.groups[0].outbox:

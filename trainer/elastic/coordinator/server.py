@@ -368,7 +368,7 @@ class Coordinator:
             self._take(lambda: self._membership.on_hello(body, line.id, now))
         elif speaker := connection.speaker:
             self._take(lambda: self._receive_from(speaker, line, now))
-        else:
+        elif not isinstance(body, Heartbeats):  # which may overtake the hello
             logger.warning("a connection began with %s and not with a hello", body.kind)
 
     def _receive_from(self, speaker: RankId, line: Numbered, now: float) -> Iterable[Effect]:

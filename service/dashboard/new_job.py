@@ -279,7 +279,10 @@ class NewJobPage:
             value = parse_document(str(raw)) if raw not in (None, "") else None
             text = spec_text.with_value(self._editor.value, path, value)
         except SpecError as error:
-            self._stop_checks()  # The text that they read has nothing of this value.
+            for timer in (self._pending, self._planning):
+                if timer is not None:
+                    # The text that it reads has nothing of this value: it would find no fault.
+                    timer.cancel(with_current_invocation=True)
             others = (each for each in self._shown if each.path != path)
             self._show_problems((*others, FieldProblem(path, "syntax", str(error))))
             self._submit.disable()
@@ -288,14 +291,8 @@ class NewJobPage:
         self._editor.set_value(text)
         self._text_changed()  # Also where it was that before, and only the field was wrong.
 
-    def _stop_checks(self) -> None:
-        """What they find would stand in the place of what is shown now."""
-        for timer in (self._pending, self._planning):
-            if timer is not None:
-                timer.cancel(with_current_invocation=True)
-
-    async def _check(self) -> None:
-        """Check the text, and show its problems and its values."""
+    async def _check(self) -> tuple[spec_text.Checked, dict[str, Any] | None]:
+        """Check the text and the search, and show their problems and the text's values."""
         checked = await asyncio.to_thread(spec_text.check, self._editor.value)
         self._show_problems(checked.problems, "Checking ...")
         self._show_values(checked.document)
@@ -311,6 +308,7 @@ class NewJobPage:
             self._planning = ui.timer(
                 _PLAN_AFTER_S, partial(self._show_plan, checked.document), once=True
             )
+        return checked, search
 
     async def _show_plan(self, document: Any) -> None:
         """The layout at once, with what the service finds wrong; then what it costs."""
@@ -324,7 +322,8 @@ class NewJobPage:
             # What is wrong with a field is told there.
             self._draw_plan(why="" if refused.problem.fields else str(refused))
             return
-        self._show_problems(())
+        if not self._shown:  # a submission may have been refused meanwhile
+            self._show_problems(())
         plan = JobPlan.model_validate(answer.json())
         self._draw_plan(plan, why=_BEING_ESTIMATED)
         body |= {"cluster": str(self._cluster.value or "").strip() or None}
@@ -411,10 +410,11 @@ class NewJobPage:
         ui.notify(f"{counted(kept['num_files'], 'file')} uploaded; model.code names them.")
 
     async def _submit_now(self, *, force: bool = False) -> None:
-        options: dict[str, Any] = {"headers": {"Idempotency-Key": self._key}}
-        checked = await asyncio.to_thread(spec_text.check, self._editor.value)
-        self._show_problems(checked.problems)
-        search = self._search.check(checked.spec)
+        key = self._key
+        options: dict[str, Any] = {"headers": {"Idempotency-Key": key}}
+        if self._pending is not None:  # Its result would stand in the place of a refusal.
+            self._pending.cancel(with_current_invocation=True)
+        checked, search = await self._check()
         if checked.spec is None or search is None:
             return
         if force:
@@ -428,8 +428,8 @@ class NewJobPage:
         try:
             answer = await self._rest.send("POST", path, json=body, **options)
         except Refused as refused:
-            self._stop_checks()
-            self._show_problems(tuple(refused.problem.fields))
+            if key == self._key:  # or somebody typed on meanwhile
+                self._show_problems(tuple(refused.problem.fields))
             if refused.problem.code == "does_not_fit":
                 self._misfit_text.set_text(str(refused))
                 self._misfit_dialog.open()

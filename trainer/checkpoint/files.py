@@ -48,6 +48,7 @@ Folder = Path | Location
 FAULTS = (OSError, DataError)
 """What storage raises, on a disk or remote."""
 DAMAGED_PREFIX = "damaged-"
+_PROBE = ".probe-"  # begins the names of files by which hosts see whether they share a folder
 _DAMAGED_MARKER = "COMMIT.damaged.json"
 _CHECKSUM = "sha256"
 _MAX_BYTES = 2**26  # of a marker, which names every file
@@ -96,10 +97,10 @@ def find_folders(checkpoints_dir: Folder) -> list[Folder]:
 
 
 def is_empty(checkpoints_dir: Folder) -> bool:
-    """Whether nothing lies in it, not even what was set aside."""
+    """Whether nothing but probes lies in it, not even what was set aside."""
     if isinstance(checkpoints_dir, Path):
-        return not any(checkpoints_dir.iterdir())
-    return not checkpoints_dir.list(recursive=True)
+        return all(each.name.startswith(_PROBE) for each in checkpoints_dir.iterdir())
+    return all(each.name.startswith(_PROBE) for each in checkpoints_dir.list(recursive=True))
 
 
 def read_file(folder: Folder, name: str) -> bytes | None:
@@ -151,7 +152,7 @@ def write_probe(folder: Folder) -> str:
 
     Raises one of `FAULTS`.
     """
-    name = f".probe-{secrets.token_hex(8)}"
+    name = f"{_PROBE}{secrets.token_hex(8)}"
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"x")

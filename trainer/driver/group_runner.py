@@ -187,7 +187,8 @@ class GroupRunLoop:
         self._stragglers: list[events.StragglerFound] = []
         self._slow_hosts: set[str] = set()
         self._lost_at: dict[str, float] = {}  # when a group was lost last, by host
-        # By group the (incarnation, reason, hosts) that was lost last.
+        # By group the (incarnation, reason, hosts) that was lost last, without a reason where the
+        # coordinator told it.
         self._lost: dict[int, tuple[int, str, tuple[str, ...]]] = {}
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
@@ -340,7 +341,8 @@ class GroupRunLoop:
         self._lost_at |= dict.fromkeys(run.hosts, run.lost_at)
         if not run.is_spare:
             self._resize_cause = failure.reason
-        self._lost[run.group] = run.incarnation, failure.reason, run.hosts
+        reason = "" if failure.evidence.get("coordinator") else failure.reason
+        self._lost[run.group] = run.incarnation, reason, run.hosts
         self.coordinator.request("drop", run.group, run.incarnation, failure.reason)
         unix_s = self.wall_clock()
         if failure.reason == EndReason.WORKERS_LOST:

@@ -43,7 +43,7 @@ class Group:
     It has an unanswered `request` at most, and was told of a `round` on which it must vote by
     `vote_due_at`. `copy` is that of a listener: `live` while it copies from `donor` and has missed
     no committed round since, `stale` once it has missed one or holds what must not count.
-    `num_suspended` counts how often it was left out of one, since one with it had failed.
+    `num_missed` counts the rounds in a row that failed with it or were committed without it.
     `speeds` are the newest, in rows per second. `share` is what it measures of a validation.
     """
 
@@ -61,7 +61,7 @@ class Group:
         self.donor: Group | None = None
         self.copied_bytes = 0  # when its last round opened
         self.leave_cause: LeaveCause | None = None
-        self.num_suspended = 0
+        self.num_missed = 0
         self.speeds: deque[float] = deque(maxlen=_NUM_SPEEDS)
         self.share: Share = (0, 1)
         self._request_id = 0

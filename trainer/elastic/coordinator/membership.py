@@ -282,8 +282,9 @@ class Membership:
         A spare among them joins: from the next round on it copies from one that trains. `leaving`
         has why others are to go, by (group, incarnation). So far `num_saves` checkpoints were asked
         for, which the leader is to save soon. `lost` has the (incarnation, reason, hosts) that a
-        group was lost with last. It is told again and again, as one of another coordinator may not
-        have been heard. A start, or start over, waits for no others.
+        group was lost with last, without a reason where a coordinator told it. It is told again and
+        again, as one of another coordinator may not have been heard. A start, or start over, waits
+        for no others.
         """
         self._rounds.num_saves = num_saves
         self._expected &= set(groups)
@@ -294,11 +295,13 @@ class Membership:
             if cause := leaving.get((group.group, group.incarnation)):
                 self._retire(group, cause, now)
         for number, (incarnation, reason, hosts) in lost.items():
-            self._drop(number, incarnation, reason, now)
+            self._drop(number, incarnation, reason or EndReason.WORKERS_LOST, now)
             if self._returning.get((number, incarnation)):
                 self._returning[number, incarnation] = False
                 if self._groups.get(number) is None:
                     self._metrics.goodput.lose(number, now)
+                if not reason:  # an earlier coordinator has told it
+                    continue
                 message = f"reported as lost: {reason}"
                 at: dict[str, Any] = {"group": number, "incarnation": incarnation, "hosts": hosts}
                 told = events.GroupLost(

@@ -44,7 +44,7 @@ from trainer.protocol import events
 
 _LEASES_HELD = 2
 # A listener that makes so many rounds fail is lost.
-_MAX_SUSPENSIONS = 3
+_MAX_MISSED = 3
 _LISTENER_GRACE_S = 1.0  # so long a commit waits for the votes of listeners
 # While groups are waited for, rounds only serve those that copy.
 _WAITING_ROUND_S = 1.0
@@ -482,10 +482,14 @@ class SyncRounds:
     def _suspend(self, listeners: Sequence[Group], now: float) -> None:
         """An exchange with these listeners failed: they are not in the next one, nor for ever."""
         self._suspended = listeners
+        self._count_missed(listeners, now)
+
+    def _count_missed(self, listeners: Sequence[Group], now: float) -> None:
+        """They hold no round's averages: who does not several times in a row is lost."""
         for group in listeners:
-            group.num_suspended += 1
-            if group.num_suspended >= _MAX_SUSPENSIONS:
-                message = f"exchanges with it failed {_MAX_SUSPENSIONS} times while it copied"
+            group.num_missed += 1
+            if group.num_missed >= _MAX_MISSED:
+                message = f"exchanges with it failed {_MAX_MISSED} times while it copied"
                 self.lose(group, "exchange", message, now)
 
     def end_if_agreed(self, now: float) -> None:
@@ -530,7 +534,14 @@ class SyncRounds:
             message = f"the others have committed sync {newest.commit} without it"
             self.lose(group, "stale", message, now)
             return
-        result = self._result(group, vote.round, committed=is_newest)
+        if not is_newest:
+            self._formed = None  # it drops its process groups
+        self._answer_vote(group, vote.round, committed=is_newest)
+
+    def _answer_vote(
+        self, group: Group, number: int, *, committed: bool, should_leave: bool = False
+    ) -> None:
+        result = self._result(group, number, committed, should_leave)
         self._effects.append(group.answer(result))
         if group.copy == "stale":
             group.copy = "absent"  # it was told to start over
@@ -546,9 +557,10 @@ class SyncRounds:
 
     def _end_round_of(self, group: Group, number: int) -> None:
         """Tell a group that a round was not committed with it."""
-        result = self._result(group, number, committed=False)
-        if isinstance(group.request, Vote) or group.round == number:
-            self._effects.append(group.answer(result))
+        if isinstance(group.request, Vote):
+            self._answer_vote(group, number, committed=False)
+        elif group.round == number:
+            self._effects.append(group.answer(self._result(group, number, committed=False)))
 
     # --- commits
 
@@ -585,12 +597,11 @@ class SyncRounds:
         for place, group in enumerate(current):  # who hold this commit share the validation rows
             group.share = place, len(current)
         for group in voters:
-            result = self._result(group, ended.number, True, should_leave=group in leavers)
-            self._effects.append(group.answer(result))
-            if group.copy == "stale":
-                group.copy = "absent"  # it was told to start over
+            should_leave = group in leavers
+            self._answer_vote(group, ended.number, committed=True, should_leave=should_leave)
         for group in missing:
             self._end_round_of(group, ended.number)
+        self._count_missed(missing, now)
         self._emit_membership(now)
         if recovered:
             self._effects.append(recovered)
@@ -633,7 +644,7 @@ class SyncRounds:
             if group not in heard and group.copy == "live":
                 group.copy = "stale"
         for group in voters:
-            group.num_suspended = 0
+            group.num_missed = 0
             if group not in ended.joining:
                 continue
             is_start, donor = group.standing == "initial", group.donor_group

@@ -353,9 +353,11 @@ class World:
             assert isinstance(body, Vote)
             self.act(membership.on_vote(group.id, line.id, body, self.now))
 
-    def want(self, *groups: int, leaving: Mapping[int, str] = {}) -> None:
-        """The driver has these groups, others are to leave, and some were lost."""
-        lost = {g: (n - 1, "host_lost", ["a"]) for g, n in self.incarnations.items() if n}
+    def want(
+        self, *groups: int, leaving: Mapping[int, str] = {}, reason: str = "host_lost"
+    ) -> None:
+        """The driver has these groups, others are to leave, and some were lost for `reason`."""
+        lost = {g: (n - 1, reason, ["a"]) for g, n in self.incarnations.items() if n}
         lives = {(each, self.incarnations.get(each, 0)): leaving[each] for each in leaving}
         self.act(self.membership.want(groups, 0, lives, 0, lost, self.now))
 

@@ -337,16 +337,17 @@ def test_a_listener_that_does_not_vote_delays_a_commit_by_a_second():
     world.check_rows()
 
 
-def with_late_listener() -> World:
+def with_late_listener(num_missed: int = 1) -> World:
     """A job of three groups, of which the last copies and votes late: all have committed."""
     world = joining(heartbeat_timeout_s=60.0)
-    world.run_until(lambda: has_ready(world, 2, "vote"))
-    world.hung = {2}
-    world.exchange(20)
-    tick(world, 1.1)
-    world.hung = {0, 1}
-    world.run_until(lambda: not world.groups[2].outbox)
-    world.hung.clear()
+    for _ in range(num_missed):
+        world.run_until(lambda: has_ready(world, 2, "vote"))
+        world.hung = {2}
+        world.exchange(20)
+        tick(world, 1.1)
+        world.hung = {0, 1}
+        world.run_until(lambda: not world.groups[2].outbox or 2 not in standings(world))
+        world.hung.clear()
     return world
 
 
@@ -375,6 +376,14 @@ def test_a_listener_that_missed_a_commit_copies_anew_once(is_repeated: bool):
     assert listener.copy is anew
     world.run_to_end()
     world.check_rows()
+
+
+def test_a_listener_that_misses_three_commits_in_a_row_is_lost():
+    assert standings(with_late_listener(2))[2] == "listening"
+    world = with_late_listener(3)
+    lost = world.told("group_lost")[-1]
+    assert (lost.group, lost.reason) == (2, "exchange")
+    assert 2 not in standings(world)
 
 
 def test_rounds_go_on_without_a_listener_that_makes_them_fail_and_it_is_lost_in_the_end():
@@ -1059,18 +1068,19 @@ def test_a_recovery_does_not_wait_for_whom_the_driver_has_seen_end():
     assert world.groups[2].is_fenced
 
 
-def test_a_group_lost_while_the_coordinator_restarted_is_told_once_and_not_waited_for():
+@pytest.mark.parametrize("reason", ["host_lost", ""])
+def test_a_group_lost_while_the_coordinator_restarted_is_told_once_and_not_waited_for(reason: str):
     world = running(heartbeat_timeout_s=30.0)
     del world.groups[2]
     world.incarnations[2] += 1
     world.start_coordinator()
-    world.want(0, 1)
+    world.want(0, 1, reason=reason)
     world.exchange(5)
     for _ in range(3):
-        world.want(0, 1)
+        world.want(0, 1, reason=reason)
     world.run_to_commit(4)
-    (lost,) = world.told("group_lost")
-    assert (lost.group, lost.incarnation, lost.reason, lost.hosts) == (2, 0, "host_lost", ["a"])
+    told = [(each.group, each.incarnation, each.hosts) for each in world.told("group_lost")]
+    assert told == ([(2, 0, ["a"])] if reason else []), "none of whom an earlier one told"
 
 
 def test_nothing_is_answered_until_all_have_had_the_time_to_find_a_restarted_coordinator():

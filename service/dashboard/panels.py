@@ -96,10 +96,10 @@ def ask(
         with home:
             await act()
 
-    with home, asking(title, confirm, confirmed, colour="color=negative") as dialog:
+    with home, asking(title, confirm, confirmed, colour="color=negative") as made_dialog:
         ui.label(told)
-    dialog.on("hide", dialog.delete)
-    dialog.open()
+    made_dialog.on("hide", made_dialog.delete)
+    made_dialog.open()
 
 
 def _fields(style: str = "") -> ui.element:

@@ -230,7 +230,7 @@ def test_a_run_goes_back_to_the_checkpoint_that_was_chosen_and_to_the_same_resul
     torch.testing.assert_close(assemble(trained), assemble(straight), atol=1e-6, rtol=0)
 
 
-SLOW_FROM, SLOWDOWN = 12, 12
+SLOW_FROM, SLOWDOWN = 12, 24
 TUNED = (
     *TWO_COPIES,
     "data.batch_size=8",

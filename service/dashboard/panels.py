@@ -7,6 +7,7 @@ with a deadline (`reach`), and every change is a request to the REST API (`Rest`
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
@@ -38,6 +39,7 @@ from trainer.spec.training import DEFAULT_QUANTIZATION, Quantization
 
 MAX_LOG_LINES = 500
 _MAX_LINE_CHARS = 4000
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
 _TABLES = {name: name for name in get_args(Quantization)} | {"none": "as trained (float32)"}
 _RESIZE_HINTS = {
@@ -337,8 +339,8 @@ class LogView:
 
 
 def shown_line(text: str) -> str:
-    """A line as a terminal has it in the end, cut off where it is too long for a page."""
-    shown = text.rpartition("\r")[2]
+    """A line as a terminal has it in the end, uncoloured, cut where too long for a page."""
+    shown = _COLOURS.sub("", text.rpartition("\r")[2])
     if len(shown) > _MAX_LINE_CHARS:
         shown = f"{shown[:_MAX_LINE_CHARS]} ..."
     # An empty label has no height, and a blank line should keep its place.

@@ -260,6 +260,7 @@ def test_a_line_of_a_log_is_shown_as_it_was_drawn_last_and_not_longer_than_a_pag
     assert shown_line("") == shown_line("\v") == "\N{NO-BREAK SPACE}"
     assert shown_line("epoch 1:  10%\repoch 1: 100%") == "epoch 1: 100%"
     assert shown_line("a\u2028b\x85c") == "a b c"
+    assert shown_line("\x1b[1;32mINFO\x1b[0m done") == "INFO done"
     assert len(shown_line("x" * 2**20)) < 5000 and shown_line("x" * 2**20).endswith("x ...")
 
 

@@ -58,6 +58,10 @@ Code = os.PathLike[str] | str | bytes
 
 TRACE_TIMEOUT_S = 600.0
 PLAN_LIMIT_S = 60.0
+# More than the 300 s that the service gives a deletion.
+_DELETION_S = 330.0
+# Proxies take URLs of 8 KiB.
+_NAMES_AT_A_TIME = 50
 
 
 class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCalls):
@@ -228,8 +232,10 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
         Raises `Conflict` while it lives.
         """
-        params, headers = {"artifacts": artifacts}, _if_match(version)
-        return self._request("DELETE", job_path(job), DeletedJob, params=params, headers=headers)
+        patience = httpx.Timeout(REQUEST_TIMEOUT_S, read=_DELETION_S)
+        options = {"headers": _if_match(version), "timeout": patience, "is_change": True}
+        params = {"artifacts": artifacts}
+        return self._request("DELETE", job_path(job), DeletedJob, params=params, **options)
 
     def resize(self, job: str, num_workers: int) -> ResizeRequestOut:
         """Ask a running job for another number of workers.
@@ -280,13 +286,17 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, SweepCalls, WebhookCal
 
         One that the job does not have, or not yet, is empty: `names` of the answer are all it has.
         """
-        params: Params = {
-            "name": list(names),
-            "from_step": from_step,
-            "to_step": to_step,
-            "max_points": max_points,
-        }
-        return self._get(job_path(job, "metrics"), MetricsOut, params)
+
+        def ask(some: Sequence[str]) -> MetricsOut:
+            steps: Params = {"from_step": from_step, "to_step": to_step, "max_points": max_points}
+            return self._get(job_path(job, "metrics"), MetricsOut, {"name": list(some), **steps})
+
+        answer = ask(names)
+        # Without names the service answers the first ones only.
+        rest = [] if names else answer.names[len(answer.series) :]
+        for start in range(0, len(rest), _NAMES_AT_A_TIME):
+            answer.series.extend(ask(rest[start : start + _NAMES_AT_A_TIME]).series)
+        return answer
 
     def events(
         self, job: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()

@@ -178,7 +178,7 @@ def get_metrics(
     to_step: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
     max_points: Annotated[int, Query(ge=1, le=5000)] = 500,
 ) -> MetricsOut:
-    """Series of the names asked for, or of all: mean, min and max per bucket of steps."""
+    """Series of the names asked for, or of the first 100: mean, min and max per bucket of steps."""
     known = context.store.metric_names(job.id)
     series = []
     for name in names or known[:MAX_SERIES]:

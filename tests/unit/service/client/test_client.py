@@ -393,6 +393,30 @@ def test_a_long_log_is_read_piece_by_piece():
     assert asked == [{"tail": "9"}, {"after": "1"}, {"after": "2"}]
 
 
+def test_all_metrics_are_answered_however_many_a_job_has() -> None:
+    names = [f"table/t{number}/lookups" for number in range(119)] + ["train/loss"]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        some = request.url.params.get_list("name") or names[:100]
+        assert request.url.params["max_points"] == "9"
+        assert len(str(request.url)) < 8192
+        return ok({"names": names, "series": [{"name": name, "points": []} for name in some]})
+
+    with ShardloomClient(transport=httpx.MockTransport(answer)) as client:
+        assert [each.name for each in client.metrics("ratings", max_points=9).series] == names
+        asked = client.metrics("ratings", names=["train/loss"], max_points=9)
+    assert [each.name for each in asked.series] == ["train/loss"]
+
+
+def test_a_deletion_is_waited_for_as_long_as_the_service_gives_it() -> None:
+    script = Script(ok({"id": "job-1"}), httpx.ReadTimeout("slow"))
+    client = script.client()
+    client.delete("ratings")
+    assert script.requests[0].extensions["timeout"]["read"] > 300.0
+    with pytest.raises(ServiceUnreachable, match="may have arrived"):
+        client.delete("ratings")
+
+
 def test_events_are_read_until_a_page_is_empty():
     script = Script(
         ok({"items": [event_body(1), event_body(2)], "next": "2"}),

@@ -106,8 +106,8 @@ def create_first_key(
 ) -> tuple[ApiKey, str] | None:
     """Write a key to the configured database, which is migrated: the key and its text.
 
-    None where there is a usable key. Nobody could ask the service for the first one, so this goes
-    around it. Raises `StoreUnavailable`.
+    None where an administrator has a usable key. Nobody else could ask the service for one, so this
+    goes around it. Raises `StoreUnavailable`.
     """
     now = time.time()
     key_id, text = new_key_text()
@@ -120,7 +120,7 @@ def create_first_key(
     try:
         migrate(engine)
         keys = KeyStore(engine)
-        if keys.has_usable_key(now):
+        if keys.has_usable_key(now, is_admin=True):
             return None
         keys.add_key(key, hash_of(text))
         return key, text

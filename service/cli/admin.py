@@ -92,9 +92,10 @@ def create_key(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make an API key. The very first one is written to the database that SHARDLOOM_* names.
+    """Make an API key. An administrator's first is written to the database that SHARDLOOM_* names.
 
-    That one must be made with --admin, where the service's database can be reached.
+    So is one where all before it have expired or are revoked: with --admin, where the service's
+    database can be reached.
     """
     roles = _roles(role or [], admin=admin)
     expires_in_s = None if expires_days is None else expires_days * _DAY_S
@@ -161,7 +162,7 @@ def _roles(given: list[str], *, admin: bool) -> dict[str, Any]:
 
 
 def _first_key(name: str, roles: dict[str, Any], expires_in_s: float | None) -> NewKey | None:
-    """The very first key, made in the database of the settings; None where that has a key."""
+    """An administrator's key, made in the database of the settings; None where that has one."""
     from service.auth.security import create_first_key
     from service.settings import faults_of
 

@@ -15,6 +15,7 @@ from service.client import credentials
 from service.client.client import ShardloomClient
 from service.client.errors import CredentialsUnusable
 from service.client.transport import RetryPolicy
+from service.domain.auth import key_id_of
 from service.settings import Settings
 from tests.harness.builders import spec_document
 from tests.harness.processes import run_program
@@ -153,6 +154,19 @@ def test_the_first_key_is_written_to_the_database_itself(
     service.keys["ops"] = made.stdout.strip()
     assert service.send("GET", "/v1/whoami", "ops").json()["roles"] == {"*": "admin"}
     assert service.settings.database_url == Settings().database_url
+
+
+def test_an_administrators_key_can_be_made_again_where_only_keys_of_others_count(
+    open_guarded: GuardedApps, home: Path
+) -> None:
+    service = open_guarded(home)
+    with_key = shardloom("keys", "create", "ops", "--admin")
+    assert with_key.exit_code == 3, "the service is asked, which does not listen here"
+    service.security.keys.revoke_key(key_id_of(service.keys["root"]) or "", 0.0)
+    made = shardloom("keys", "create", "ops", "--admin")
+    assert made.exit_code == 0, made.output
+    service.keys["ops"] = made.stdout.strip()
+    assert service.send("GET", "/v1/whoami", "ops").json()["roles"] == {"*": "admin"}
 
 
 @pytest.mark.parametrize(

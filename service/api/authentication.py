@@ -388,8 +388,9 @@ class _CredentialsCheck:
 
 def credentials_of(connection: HTTPConnection) -> Credentials:
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
-    if scheme:
-        return Credentials(bearer=token.strip() if scheme.lower() == "bearer" else "")
+    # Any other is for a proxy before us, as Basic is.
+    if scheme.lower() == "bearer":
+        return Credentials(bearer=token.strip())
     return Credentials(cookie=connection.cookies.get(SESSION_COOKIE))
 
 

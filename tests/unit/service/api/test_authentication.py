@@ -216,13 +216,20 @@ def test_whoever_opens_a_connection_is_known_by_header_or_cookie() -> None:
         ({}, Credentials()),
         ({"authorization": "Bearer a"}, Credentials(bearer="a")),
         ({"authorization": "bearer  a "}, Credentials(bearer="a")),
-        ({"authorization": "Basic YTpi"}, Credentials(bearer="")),
+        ({"authorization": "Basic YTpi"}, Credentials()),
+        ({"authorization": "Basic YTpi", **cookie}, Credentials(cookie="t")),
         (cookie, Credentials(cookie="t")),
         ({"authorization": "Bearer a", **cookie}, Credentials(bearer="a")),
     ]
     for headers, found in cases:
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         assert credentials_of(HTTPConnection({"type": "http", "headers": raw})) == found
+
+
+def test_credentials_of_an_unknown_kind_are_refused_with_what_to_send(house: Guarded) -> None:
+    refused = house.http.get("/v1/jobs", headers={"Authorization": "Basic YTpi"})
+    assert refused.status_code == 401
+    assert "send 'Authorization: Bearer KEY'" in refused.json()["detail"]
 
 
 def test_a_nul_character_gets_to_no_database(house: Guarded) -> None:

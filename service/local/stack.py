@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 import httpx
+from pydantic import ValidationError
 
 from service.files import make_private
 from service.local.processes import (
@@ -312,7 +314,8 @@ class LocalStack:
         return state
 
     def _launch_service(self, state: StackState, port: int) -> StackState:
-        settings = {"SHARDLOOM_HOME": str(self.home.root), "SHARDLOOM_PORT": str(port)}
+        settings = self._paths()
+        settings |= {"SHARDLOOM_HOME": str(self.home.root), "SHARDLOOM_PORT": str(port)}
         if state.ray is not None and state.ray_address is not None:
             settings["SHARDLOOM_RAY_ADDRESS"] = state.ray_address
             settings["SHARDLOOM_RAY_AUTH_TOKEN"] = self.home.token()
@@ -322,6 +325,23 @@ class LocalStack:
         state = state.model_copy(update={"service": process})
         self.home.write(state)
         return state
+
+    def _paths(self) -> dict[str, str]:
+        """Settings that are paths, as they are read in this folder: the service has another one."""
+        from service.settings import Settings
+
+        variables = {name: f"SHARDLOOM_{name.upper()}" for name in Settings.model_fields}
+        texts = {name: self._environment.get(variable) for name, variable in variables.items()}
+        given = {name: text for name, text in texts.items() if text is not None}
+        try:
+            settings = Settings.model_validate(given)
+        except ValidationError:  # of which the service tells
+            return {}
+        values = {variables[name]: getattr(settings, name) for name in given}
+        found = {name: str(value) for name, value in values.items() if isinstance(value, Path)}
+        if file := re.fullmatch("sqlite:///([^/:].*)", settings.database_url):
+            found["SHARDLOOM_DATABASE_URL"] = f"sqlite:///{Path(file[1]).absolute()}"
+        return found
 
     def _ca_file(self) -> str | None:
         """By which drivers check the service, where that is not said: what clients do so by, else

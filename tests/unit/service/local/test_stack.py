@@ -268,6 +268,24 @@ def test_drivers_check_the_service_by_what_clients_do_or_by_a_certificate_that_s
         assert started.call_args.args[2].get("SHARDLOOM_DRIVER_CA_FILE") == expected
 
 
+def test_relative_paths_of_settings_are_those_of_the_folder_where_the_stack_is_started(
+    home, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    started = Mock(return_value=THIS_PROCESS)
+    monkeypatch.setattr(LocalStack, "spawn", started)
+    given = {"RUNS_DIR": "runs", "CHECKPOINT_ROOT": "s3://bucket/x", "SSL_KEYFILE": "/key.pem"}
+    given["DATABASE_URL"] = "sqlite:///x.db"
+    environment = {f"SHARDLOOM_{name}": value for name, value in given.items()}
+    LocalStack(home, environment)._launch_service(keep_stack(home), 8700)
+    sent = started.call_args.args[2]
+    here = {"RUNS_DIR": f"{tmp_path}/runs", "DATABASE_URL": f"sqlite:///{tmp_path}/x.db"}
+    assert {name: sent[f"SHARDLOOM_{name}"] for name in given} == given | here
+    with_fault = {"SHARDLOOM_RUNS_DIR": "runs", "SHARDLOOM_AUTH": "any"}
+    LocalStack(home, with_fault)._launch_service(keep_stack(home), 8700)
+    assert started.call_args.args[2]["SHARDLOOM_AUTH"] == "any", "the service says what is wrong"
+
+
 @pytest.fixture
 def starting(home, monkeypatch):
     """A home whose service starts at once, beside the Ray that is there."""

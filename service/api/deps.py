@@ -276,8 +276,6 @@ def get_job(
     Raises `Forbidden` where it may be seen but not what the route does be done with it.
     """
     found = find_job(context.store, job, principal.projects)
-    if principal.role_in(found.project) is None:
-        raise errors.JobNotFound(found.id)
     check_project(principal, found.project, current_rule(request).role)
     return found
 

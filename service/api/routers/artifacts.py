@@ -133,10 +133,7 @@ def download_export(export_id: str, job: JobDep, context: ContextDep) -> Streami
     """The folder as a ZIP archive; 409 until the export is done."""
     folder = get_finished_export(context.settings, job.id, export_id)
     name = f"{job.name}-{folder.id}.zip"
-    sent = download(context, archive(folder), job, name, MEDIA_TYPE)
-    # Or it would be compressed on the way, which quantised tables hardly are.
-    sent.headers["Content-Encoding"] = "identity"
-    return sent
+    return download(context, archive(folder), job, name, MEDIA_TYPE)
 
 
 traces_router = APIRouter(prefix="/v1/jobs/{job}/traces", tags=["traces"], route_class=ThreadRoute)

@@ -54,7 +54,7 @@ def test_a_finished_export_comes_as_a_zip_with_its_report(api: Api, job_id: str)
     assert (found["status"], found["step"], found["report"]) == ("succeeded", 10, {"num_rows": 3})
     assert found["size_bytes"] > 70_000
     response = api.http.get(f"{path}/archive", headers={"Accept-Encoding": "gzip"})
-    assert "gzip" not in response.headers["Content-Encoding"]
+    assert "Content-Encoding" not in response.headers
     with zipfile.ZipFile(io.BytesIO(response.content)) as packed:
         names = packed.namelist()
         assert packed.read("model.pt2") == b"\x01" * 70_000

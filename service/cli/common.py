@@ -230,6 +230,9 @@ class ErrorReportingGroup(TyperGroup):
                 isinstance(error, errors.ProblemError) and error.status < 500
             )
             raise typer.Exit(REFUSED if is_refused else UNAVAILABLE) from error
+        except typer.Abort as error:
+            print_hint("aborted")
+            raise typer.Exit(JOB_CANCELLED) from error
         except ModuleNotFoundError as error:
             package = str(error.name).partition(".")[0]
             if package in ("service", "trainer"):
@@ -266,7 +269,10 @@ def describe(error: Exception) -> RenderableType:
             "or SHARDLOOM_URL",
         )
     if isinstance(error, errors.NotSignedIn):
-        hint = "`shardloom login` keeps an API key for it; for your own one name its SHARDLOOM_HOME"
+        hint = (
+            "`shardloom login` keeps an API key for it; for your own one name its SHARDLOOM_HOME, "
+            "or its URL as `shardloom status` prints it"
+        )
         return _message(str(error), hint)
     if isinstance(error, errors.NotFound) and error.code in _COMMANDS:
         return _message(str(error).partition(";")[0], _COMMANDS[error.code])

@@ -26,6 +26,7 @@ from service.cli.common import (
     console,
     exit_code_of,
     print_answer,
+    print_hint,
     print_json,
     print_line,
     read_spec,
@@ -162,6 +163,7 @@ def submit(
     if not wait:
         _print_submitted(job, as_json=as_json)
         return
+    print_hint(f"{job.name} is submitted as {job.id}")
     with detaching(detached_message(job.id), common.error_console()):
         job = client.wait(job.id)
     _print_submitted(job, as_json=as_json)

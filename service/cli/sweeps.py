@@ -25,6 +25,7 @@ from service.cli.common import (
     console,
     error_console,
     print_answer,
+    print_hint,
     print_json,
     print_line,
     read_spec,
@@ -127,6 +128,7 @@ def sweep(
         hint = f"`shardloom sweeps show {found.id}` shows its trials"
         print_line(found, found.id, hint, as_json=as_json)
         return
+    print_hint(f"{found.name} is submitted as {found.id}")
     found = _follow(client, found.id, is_quiet=as_json)
     if as_json:
         print_json(found)

@@ -182,7 +182,7 @@ def test_a_download_that_nobody_reads_keeps_no_file_open(finished: ExportFolder)
 def test_the_command_line_deletes_exports(api: Api, job_id: str) -> None:
     export_id = asked(api, job_id).json()["id"]
     refused = shardloom("exports", job_id, "--delete", export_id, stdin="n\n")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 130
     assert "(newest, int8, queued)" in refused.stderr
     assert only_export(api, job_id).id == export_id
     done = shardloom("exports", job_id, "--delete", export_id, "--yes")

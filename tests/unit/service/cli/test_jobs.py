@@ -25,6 +25,7 @@ from service.cli.common import BLOCKS, job_names, sparkline
 from service.cli.main import main
 from service.cli.render import jobs_table
 from service.client.client import ShardloomClient
+from service.client.errors import ServiceUnreachable
 from service.client.transport import REQUEST_TIMEOUT_S
 from service.dashboard import fragments
 from service.domain.metrics import MEMORY_PARTS
@@ -209,6 +210,13 @@ def test_submit_wait_mirrors_the_job_in_its_exit_code(service, spec_file):
         assert (result.exit_code, result.stdout) == (code, "job-0000000000ab\n")
 
 
+def test_a_wait_that_fails_has_told_the_id_of_the_job(service, spec_file, monkeypatch):
+    lost = Mock(side_effect=ServiceUnreachable("http://fake:1", "Connection refused"))
+    monkeypatch.setattr(ShardloomClient, "wait", lost)
+    result = shardloom("submit", spec_file, "--wait")
+    assert (result.exit_code, "job-0000000000ab" in result.stderr) == (3, True)
+
+
 def test_faults_that_the_service_finds_are_listed_by_field(service, spec_file):
     fields = [
         {"path": "data.path", "code": "missing_data", "message": "no such folder"},
@@ -220,6 +228,13 @@ def test_faults_that_the_service_finds_are_listed_by_field(service, spec_file):
     lines = [line.split() for line in result.stderr.splitlines()]
     assert ["data.path", "no", "such", "folder"] in lines
     assert ["embedding_tables[0].embedding_dim", "is", "odd"] in lines
+
+
+@pytest.mark.parametrize("answer", ["n\n", ""])
+def test_a_question_without_a_yes_ends_the_command_but_is_no_failed_job(service, answer):
+    result = shardloom("delete", "ratings", stdin=answer)
+    assert (result.exit_code, "aborted" in result.stderr) == (130, True)
+    assert [request.method for request in service.requests] == ["GET"]
 
 
 def test_cancel_says_which_job(service):

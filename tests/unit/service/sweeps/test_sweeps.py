@@ -7,7 +7,7 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import replace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import yaml
@@ -16,7 +16,7 @@ from sqlalchemy import text
 from service.api.routers import sweeps
 from service.backends.fake import Script
 from service.client.client import ShardloomClient
-from service.client.errors import Conflict, InvalidRequest, NotFound
+from service.client.errors import Conflict, InvalidRequest, NotFound, ServiceUnreachable
 from service.db.metrics import first_value
 from service.db.sweeps import SweepStore
 from service.domain.auth import Role
@@ -562,7 +562,9 @@ def test_the_sdk_creates_lists_cancels_and_forgets(client, api):
         assert client.create_sweep(spec_document(), [EVERY], metric=metric).direction == better
 
 
-def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(client, api, tmp_path):
+def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(
+    client, api, tmp_path, monkeypatch
+):
     spec = tmp_path / "job.yaml"
     spec.write_text(yaml.safe_dump(spec_document()))
     vary = ("--vary", "optimizer.sparse.lr=log:0.01..0.3", "--vary", f"{EVERY['path']}=1,4,16")
@@ -591,6 +593,10 @@ def test_the_cli_begins_and_shows_a_sweep_and_writes_its_best_spec(client, api, 
     assert shardloom("sweeps", "cancel", sweep_id).exit_code == 0
     watched = json.loads(shardloom("sweep", str(spec), *vary, "--json").stdout)
     assert watched["metric"] == "validation/rmse"
+    lost = Mock(side_effect=ServiceUnreachable("http://fake:1", "Connection refused"))
+    monkeypatch.setattr(ShardloomClient, "follow_sweep", lost)
+    unseen = shardloom("sweep", str(spec), *vary, "--wait")
+    assert (unseen.exit_code, next(client.sweeps()).id in unseen.stderr) == (3, True)
     for bad in ("lr", "lr=", "training.epochs=a..b"):
         refused = shardloom("sweep", str(spec), "--vary", bad, "--metric", METRIC)
         assert refused.exit_code == 2

@@ -220,11 +220,11 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
     spec = getattr(sys.modules.get(top), "__spec__", None)
     with suppress(ImportError, ValueError):
         spec = spec or importlib.util.find_spec(top)
-    if spec is None or not spec.origin:
-        return None, None
-    if spec.submodule_search_locations:
+    if spec and spec.submodule_search_locations:
         package = Path(next(iter(spec.submodule_search_locations)))
         return package, package.parent
+    if not (spec and spec.origin):
+        return None, None
     file = Path(spec.origin)
     return (file if _TORCH.is_relative_to(file.parent) else file.parent), file.parent
 

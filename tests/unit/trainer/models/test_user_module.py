@@ -249,9 +249,11 @@ def test_a_collective_that_ends_below_the_users_forward_is_a_lost_peer() -> None
     assert caught.value.reason == EndReason.WORKERS_LOST
 
 
-def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(write: Write) -> None:
+@pytest.mark.parametrize("name", ["own_j", "own_without_init.net"])
+def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(write: Write, name: str) -> None:
+    file, module = f"{name.replace('.', '/')}.py", f"{name}:Net"
     write(
-        "own_j.py",
+        file,
         "import torch\n\nclass Twice(torch.autograd.Function):\n"
         "    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n"
         "    @staticmethod\n    def backward(ctx, grad):\n        return {}['gamma']\n"
@@ -260,13 +262,13 @@ def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(write: Write) -> 
         "    def forward(self, batch):\n"
         "        return Twice.apply(self.weight).sum(), torch.zeros(3, 1)\n",
     )
-    model = UserRecommender(load_class("own_j:Net")(), "own_j:Net", (TASK,))
+    model = UserRecommender(load_class(module)(), module, (TASK,))
     loss, _ = model(make_batch(make_spec(POOLED[:1])))
-    with pytest.raises(WorkerFailure) as caught, named_failures("own_j:Net"):
+    with pytest.raises(WorkerFailure) as caught, named_failures(module):
         loss.backward()
     assert caught.value.reason == EndReason.USER_CODE
-    assert "KeyError: 'gamma' (at \"own_j.py\", line 9, in backward)" in caught.value.message
-    with pytest.raises(WorkerFailure) as caught, named_failures("own_j:Net"):
+    assert f"KeyError: 'gamma' (at \"{file}\", line 9, in backward)" in caught.value.message
+    with pytest.raises(WorkerFailure) as caught, named_failures(module):
         raise OSError("No space left on device")
     assert caught.value.reason == EndReason.STORAGE_ERROR
 

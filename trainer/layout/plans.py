@@ -329,7 +329,8 @@ def _with_layout(spec: JobSpec, choice: Choice) -> JobSpec:
     of tables. Raises ValueError."""
     layout = choice.layout
     resolved = spec.parallelism.resolved(layout.shard_group_size, layout.placement)
-    checked = ParallelismSpec.model_validate(resolved.model_dump(), context={"stored": True})
+    context = {"stored": True, "laid_out": True}
+    checked = ParallelismSpec.model_validate(resolved.model_dump(), context=context)
     found = spec.model_copy(update={"parallelism": checked})
     for check in _CHECKS:
         check(found)

@@ -95,7 +95,7 @@ from trainer.layout.workload import (
 from trainer.parallel.mesh import MeshGroups
 from trainer.protocol import events
 from trainer.spec.job import JobSpec
-from trainer.spec.tables import NUM_BYTES, EmbeddingTableSpec
+from trainer.spec.tables import NUM_BYTES, EmbeddingTableSpec, has_empty_block
 
 logger = logging.getLogger(__name__)
 Constraints = dict[str, ParameterConstraints]
@@ -439,7 +439,7 @@ def obstacle(
     elif sharding_type != "row_wise":
         return None
     # FBGEMM's CPU kernels read past the end of a list when their last table is empty.
-    if math.ceil(rows / parts) * (parts - 1) >= rows:
+    if has_empty_block(rows, parts):
         return f"would leave some of {parts} workers without any of its {rows} rows"
     return None
 

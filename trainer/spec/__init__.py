@@ -15,7 +15,7 @@ from pydantic_core import PydanticSerializationError
 
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.job import JobSpec
-from trainer.spec.parse import MAX_TEXT_CHARS, apply_overrides, parse_document
+from trainer.spec.parse import MAX_TEXT_CHARS, apply_overrides, check_depth, parse_document
 
 # The control plane reads the specs of all jobs that have not ended at once. JSON has more quotes
 # and brackets than YAML.
@@ -24,6 +24,7 @@ MAX_JSON_CHARS = 2 * MAX_TEXT_CHARS
 
 def validate_spec(document: Any) -> JobSpec:
     """Check a parsed document; raises `SpecError` that names the path of every faulty field."""
+    check_depth(document, "spec")
     spec = JobSpec.checked(document)
     try:
         num_chars = len(spec.model_dump_json(exclude_defaults=True))

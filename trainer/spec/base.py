@@ -186,6 +186,11 @@ def is_stored(info: ValidationInfo) -> bool:
     return bool(info.context and info.context.get("stored"))
 
 
+def is_laid_out(info: ValidationInfo) -> bool:
+    """Whether its layout was chosen just now, which is checked though the spec is stored."""
+    return bool(info.context and info.context.get("laid_out"))
+
+
 def _writable(text: str, info: ValidationInfo) -> str:
     """Half a surrogate pair is in no file's name, and URLs lose control characters on their way.
 

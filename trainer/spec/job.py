@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import ValidationError, ValidationInfo, model_validator
 
 from trainer.spec import validation
-from trainer.spec.base import SpecError, problems_of
+from trainer.spec.base import SpecError, is_laid_out, is_stored, problems_of
 from trainer.spec.parallelism import ParallelismSpec
 from trainer.spec.sections import JobSections
 
@@ -50,9 +50,8 @@ class JobSpec(JobSections):
 
     @model_validator(mode="after")
     def _check_sections_together(self, info: ValidationInfo) -> Self:
-        context = info.context or {}
         # A stored spec was accepted once; what newer versions refuse must not make it unreadable.
-        accepted = () if context.get("stored") else validation.ALL
-        for check in validation.OF_LAYOUT if context.get("laid_out") else accepted:
+        accepted = () if is_stored(info) else validation.ALL
+        for check in validation.OF_LAYOUT if is_laid_out(info) else accepted:
             check(self)
         return self

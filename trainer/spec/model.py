@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    JsonValue,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from trainer.spec.base import MODULE_PATTERN, Count, Identifier, SpecModel, problem
+from trainer.spec.base import MODULE_PATTERN, Bounds, Count, Identifier, SpecModel, problem
 from trainer.spec.data import LabelSpec
 
 ModulePath = Annotated[
@@ -29,6 +36,8 @@ CodeId = Annotated[
         description="SHA-256 of the uploaded code that holds `module`; --code sets it.",
     ),
 ]
+# Each is a module of its own.
+NumLayers = Annotated[PositiveInt, Bounds("more than any network has", most=1000)]
 
 
 class LayersSpec(SpecModel):
@@ -40,7 +49,7 @@ class LayersSpec(SpecModel):
 class InteractionSpec(SpecModel):
     """Low-rank cross layers of DCN v2 (arch `dcn_v2` and `movielens`)."""
 
-    num_layers: Count = 2
+    num_layers: NumLayers = 2
     low_rank_dim: Count = 32
 
 
@@ -54,7 +63,7 @@ class TransformerSpec(SpecModel):
 
     sequence: Identifier
     candidate: Identifier
-    num_layers: Count = 1
+    num_layers: NumLayers = 1
     num_heads: Count = 2
     feedforward_dim: Count = 64
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1

@@ -13,7 +13,15 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.spec.base import Count, SpecModel, Workers, WorkersOrNone, is_stored, problem
+from trainer.spec.base import (
+    Count,
+    SpecModel,
+    Workers,
+    WorkersOrNone,
+    is_laid_out,
+    is_stored,
+    problem,
+)
 from trainer.spec.tables import ComputeKernel, LoadFactor, Precision
 
 FailureDomain = Literal["job", "replica_group"]
@@ -272,6 +280,12 @@ class ParallelismSpec(SpecModel):
         return "replica_group" if self.num_replicas > 1 else "job"
 
     @property
+    def has_independent_groups(self) -> bool:
+        """Whether it is known that each sharding group is a failure domain of its own."""
+        is_known = self.survive is not None or self.is_resolved
+        return is_known and self.failure_domain == "replica_group"
+
+    @property
     def tied_by(self) -> str:
         """The setting that ties the sharding groups together between syncs, and why; or empty."""
         why = "dense every_step averages gradients over all groups at each step; use at_sync"
@@ -293,10 +307,10 @@ class ParallelismSpec(SpecModel):
         return data
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
-        if self.shard_group_size == "auto":
-            return self
-        group, sizes = self.group_size, {"workers": self.world_size}
+    def _check_sizes(self, info: ValidationInfo) -> Self:
+        # While L is `auto`, what no L allows is refused.
+        group = 1 if self.shard_group_size == "auto" else self.group_size
+        sizes = {"workers": self.world_size}
         if not isinstance(self.workers, int):
             sizes = {"workers.min": self.workers.min, "workers.max": self.workers.max}
         for field, size in sizes.items():
@@ -309,7 +323,10 @@ class ParallelismSpec(SpecModel):
                     f"that fit: {nearest}",
                     field,
                 )
-        fewest = self.min_workers // group
+        # A job that goes on with fewer workers keeps what it was accepted with.
+        if is_stored(info) and not is_laid_out(info):
+            return self
+        fewest, most = self.min_workers // group, self.world_size // group
         if self.min_groups > fewest:
             message = (
                 f"{self.min_groups} groups of {group} need {self.min_groups * group} workers, but "
@@ -318,8 +335,8 @@ class ParallelismSpec(SpecModel):
                 f"{fewest}"
             )
             raise problem("min_groups", message, "min_groups")
-        if self.moment_scale != "auto" and self.moment_scale > self.num_replicas:
-            message = f"must be above 0 and at most {self.num_replicas}, the number of replicas M"
+        if self.moment_scale != "auto" and self.moment_scale > most:
+            message = f"must be above 0 and at most {most}, the number of replicas M"
             raise problem("moment_scale", message, "moment_scale")
         return self
 

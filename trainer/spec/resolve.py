@@ -90,7 +90,8 @@ def check_size(feature: FeatureSpec, path: str, num_ids: int, num_rows: int) -> 
         raise DataError(
             f"{path}.{feature.ids_field}: '{feature.source_column}' has ids 0 to {num_ids - 1}, "
             f"but table '{feature.table}' has {num_rows} rows; set its num_embeddings to 'auto' or "
-            f"at least {num_ids}, or hash the feature ({path}.hashing)"
+            f"at least {num_ids} (of a dynamic table dynamic.input_hash_size to at least that), or "
+            f"hash the feature ({path}.hashing)"
         )
 
 

@@ -159,7 +159,7 @@ class JobSections(SpecModel):
         num_lookups = sync.intervals[-1] * self.lookups_per_step(table)
         if not is_full and (sync.dtype != "fp32" or num_lookups <= sync.full_above * num_rows):
             num_rows = min(num_rows, num_lookups)
-        votes = parallelism.is_resolved and parallelism.failure_domain == "replica_group"
+        votes = parallelism.has_independent_groups
         of_rows = 3 if votes and sync.overlap else 2
         half = 0 if sync.dtype == "fp32" else 1 if is_full else of_rows
         of_weights = half + (2 if sync.overlap else int(votes))

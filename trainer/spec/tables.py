@@ -113,6 +113,11 @@ class TableConstraints(SpecModel):
         return _WHOLE_SHARDING_TYPES.issuperset(self.sharding_types)
 
 
+def has_empty_block(num_rows: int, num_blocks: int) -> bool:
+    """Whether rows that `row_wise` divides into so many blocks leave one without any."""
+    return -(-num_rows // num_blocks) * (num_blocks - 1) >= num_rows
+
+
 class EmbeddingTableSpec(SpecModel):
     """One embedding table of shape [num_embeddings, embedding_dim].
 

@@ -15,6 +15,7 @@ from trainer.spec.tables import (
     SEQUENCE_SHARDING_TYPES,
     DynamicSpec,
     EmbeddingTableSpec,
+    has_empty_block,
 )
 from trainer.spec.training import RecoverySpec
 
@@ -155,15 +156,18 @@ def check_encoded_sizes(spec: JobSections) -> None:
     tables = {table.name: table for table in spec.embedding_tables}
     for index, feature in enumerate(spec.features):
         table = tables[feature.table] if feature.table else None
-        if table is None or table.dynamic is not None or table.num_embeddings == "auto":
+        if table is None or table.num_ids is None:
             continue
         encoding = feature.encoding
         needed = encoding.num_ids if encoding else None
-        if encoding and needed is not None and needed > table.num_embeddings:
+        if encoding and needed is not None and needed > table.num_ids:
+            what, field = "rows", "num_embeddings"
+            if table.dynamic is not None:
+                what, field = "ids", "dynamic.input_hash_size"
             raise problem(
                 "vocabulary_too_large",
                 f"makes ids 0 to {needed - 1}, but table '{table.name}' has "
-                f"{table.num_embeddings} rows; lower it or raise num_embeddings",
+                f"{table.num_ids} {what}; lower it or raise {field}",
                 f"features[{index}].{feature.ids_field}.{encoding.sized_by}",
             )
 
@@ -278,8 +282,9 @@ def check_accumulation(spec: JobSections) -> None:
         "training.validate_every_steps": spec.training.validate_every_steps or every,
         "checkpoint.every_steps": spec.checkpoint.every_steps,
     }
-    if spec.parallelism.is_resolved and spec.parallelism.dense_policy == "at_sync":
-        sync = spec.parallelism.sync
+    parallelism = spec.parallelism
+    if parallelism.dense == "at_sync" or parallelism.has_independent_groups:
+        sync = parallelism.sync
         field = "tuner.min_steps" if sync.is_tuned else "every_steps"
         fields[f"parallelism.sync.{field}"] = sync.intervals[0]
     for path, steps in fields.items():
@@ -445,12 +450,32 @@ def check_memory(spec: JobSections) -> None:
             )
 
 
+def check_rows(spec: JobSections) -> None:
+    """Every worker of a sharding group gets rows of a table that is `row_wise` only.
+
+    The same is checked by the planner at the start for sizes that only the data tells.
+    """
+    size = spec.parallelism.shard_group_size
+    for index, table in enumerate(spec.embedding_tables):
+        num_rows = table.num_embeddings
+        if size == "auto" or num_rows == "auto" or not has_empty_block(num_rows, size):
+            continue
+        if set(table.constraints.sharding_types) == {"row_wise"}:
+            raise problem(
+                "unsupported_sharding",
+                f"row_wise would leave some of {size} workers without any of the {num_rows} rows "
+                f"of table '{table.name}'; allow table_wise, or lower parallelism.shard_group_size",
+                f"embedding_tables[{index}].constraints.sharding_types",
+            )
+
+
 # What a layout that was chosen later must be checked for again.
 OF_LAYOUT: tuple[Callable[[JobSections], None], ...] = (
     check_accumulation,
     check_overlap,
     check_memory,
     check_dynamic_layout,
+    check_rows,
 )
 ALL: tuple[Callable[[JobSections], None], ...] = (
     check_references,

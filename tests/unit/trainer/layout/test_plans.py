@@ -137,13 +137,9 @@ def test_layouts_and_intervals_that_a_spec_may_not_have_are_no_candidates(
 
 
 def test_a_spec_that_may_have_no_layout_is_told_why() -> None:
-    spec = spec_of(
-        4,
-        parallelism=AUTO | {"dense": "at_sync", "sync": {"every_steps": 4}},
-        training={"accumulate_steps": 3, "report_every_steps": 3},
-        checkpoint={"every_steps": 3},
-    )
-    with pytest.raises(SpecError, match=r"sync\.every_steps: must be a multiple of .* \(3\)"):
+    sync = {"every_steps": 1000, "overlap": 1000}
+    spec = spec_of(4, parallelism=AUTO | {"dense": "at_sync", "sync": sync})
+    with pytest.raises(SpecError, match=r"sync\.overlap: in 1000 step\(s\) Adam's second moments"):
         compared(spec)
 
 

@@ -103,6 +103,10 @@ model.transformer={{sequence: a, candidate: b}} => model.transformer unexpected_
 {MOVIELENS}{{sequence: seen, candidate: age}} => model.transformer.candidate unknown_feature
 {MOVIELENS}{{sequence: seen, candidate: user, num_heads: 3}}
     => model.transformer.num_heads num_heads
+{MOVIELENS}{{sequence: seen, candidate: user, num_layers: 1001}}
+    => model.transformer.num_layers bounds at most 1000
+model.arch=dcn_v2; model.interaction_arch={{num_layers: 1001}}
+    => model.interaction_arch.num_layers bounds at most 1000
 model.over_arch.layer_sizes=[4, 2] => model.over_arch.layer_sizes over_arch_width
 model.module=towers => model.module - package.module:Class
 model.module="../evil:Towers" => model.module -
@@ -127,6 +131,10 @@ parallelism.planner.compute_kernel=fused_uvm_caching; resources.device=cpu
 {EVERY}; training.report_every_steps=10 => training.report_every_steps accumulate_steps
 {EVERY}; parallelism.placement=inter_host; parallelism.sync.every_steps=6
     => parallelism.sync.every_steps accumulate_steps
+{EVERY}; {SURVIVE}; parallelism.sync.every_steps=6
+    => parallelism.sync.every_steps accumulate_steps
+{EVERY}; {AUTO}; parallelism.dense=at_sync; parallelism.sync.every_steps=6
+    => parallelism.sync.every_steps accumulate_steps
 checkpoint.warm_start={{}} => checkpoint.warm_start.path missing
 checkpoint.warm_start={{path: x, tables: [users, movies]}}
     => checkpoint.warm_start.tables[1] - 'movies' is not in embedding_tables (users)
@@ -139,11 +147,13 @@ parallelism.workers={{min: 6, max: 2}} => parallelism.workers bounds min (6) is 
 parallelism.workers={{min: 3, max: 6}} => parallelism.workers.min not_divisible 2 or 4
 parallelism.workers={{min: 2, max: 5}} => parallelism.workers.max not_divisible 4 or 6
 parallelism.min_groups=3 => parallelism.min_groups min_groups wait for ever; raise workers
+{AUTO}; parallelism.min_groups=5 => parallelism.min_groups min_groups set at most 4
 parallelism.min_groups=2
     => parallelism.min_groups no_effect together: placement is intra_host; use inter_host, or
 parallelism.min_groups=2; parallelism.placement=inter_host; parallelism.dense=every_step
     => parallelism.min_groups no_effect together: dense every_step averages
 parallelism.moment_scale=3 => parallelism.moment_scale moment_scale
+{AUTO}; parallelism.moment_scale=5 => parallelism.moment_scale moment_scale at most 4
 optimizer.sparse.name=sgd; parallelism.moment_scale=2 => parallelism.moment_scale moment_scale
 optimizer.sparse.name=sgd; parallelism.sync.optimizer_state=never
     => parallelism.sync.optimizer_state no_effect
@@ -186,6 +196,7 @@ parallelism.placement=inter_host; parallelism.spares=3
 {MANY}20000 => {ROWS} table_too_large sharding group of 2 workers
 {MANY}40000; {WAYS}=[table_wise] => {ROWS} table_too_large one worker
 {MANY}10000; {AUTO} => {ROWS} table_too_large
+{MANY}11000; {AUTO}; parallelism.survive={{hosts: 1}} => {ROWS} table_too_large
 {MANY}60000; parallelism.sync={{mode: full, overlap: true}} => {ROWS} table_too_large
 embedding_tables[0].embedding_dim=6 => embedding_tables[0].embedding_dim multiple_of
 embedding_tables[0].data_type=bf16 => embedding_tables[0].data_type unsupported_data_type
@@ -195,6 +206,8 @@ embedding_tables[0].constraints.min_partition=6
     => embedding_tables[0].constraints.min_partition multiple_of
 embedding_tables[0].constraints.min_partition=12
     => embedding_tables[0].constraints.min_partition min_partition
+{WAYS}=[row_wise]; {ROWS}=3; parallelism.shard_group_size=4
+    => {WAYS} unsupported_sharding some of 4 workers without any of the 3 rows
 {WAYS}=[tw] => {WAYS}[0] -
 optimizer.sparse.max_gradient=1.0; {WAYS}=[data_parallel] => {WAYS} max_gradient
 features[0].type=sequence; embedding_tables[0].pooling=mean
@@ -205,6 +218,8 @@ features[0].hashing={{num_buckets: 5}}; features[0].bucketize={{boundaries: [1, 
 features[0].hashing={{num_buckets: 1}} => features[0].hashing.num_buckets -
 features[0].hashing={{num_buckets: 101}} => features[0].hashing.num_buckets vocabulary_too_large
 features[0].hashing={{}}; {ROWS}=1 => features[0].hashing.num_buckets vocabulary_too_large 1 rows
+{DYNAMIC}; embedding_tables[0].dynamic.input_hash_size=100; features[0].hashing={{num_buckets: 101}}
+    => features[0].hashing.num_buckets vocabulary_too_large raise dynamic.input_hash_size
 features[0].bucketize={{boundaries: [1, 1]}} => features[0].bucketize.boundaries not_ascending
 features[0].bucketize={{boundaries: [1, 2, 3, 4]}}; {ROWS}=5
     => features[0].bucketize.boundaries vocabulary_too_large table 'users' has 5 rows
@@ -277,6 +292,7 @@ def test_what_was_stored_before_bounds_were_set_stays_readable() -> None:
         *bounded,
         "embedding_tables[0].dynamic.input_hash_size=1",
         "sinks.tensorboard.dir=s3://bucket/tb",
+        "parallelism.min_groups=3",
         'checkpoint.path="s3://[x"',
         'data.path="/data/ml\\n"',
     ]
@@ -406,6 +422,9 @@ def test_what_would_fill_stack_or_memory_is_refused() -> None:
     for depth in (900, 5000):
         with pytest.raises(SpecError, match="nested"):
             set_values(spec_document(), {"labels.a": nested(depth)})
+    assert validate_spec(with_options({"a": nested(20)}))
+    with pytest.raises(SpecError, match="nested deeper"):
+        validate_spec(with_options({"a": nested(40)}))
 
 
 def test_of_very_many_faults_some_are_told_soon() -> None:

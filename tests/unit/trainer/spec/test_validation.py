@@ -56,6 +56,7 @@ def test_the_failure_domain_is_known_where_no_choice_can_change_it(
         assert not sizes.is_resolved
         with pytest.raises(ValueError, match="still 'auto'"):
             _ = sizes.failure_domain
+    assert sizes.has_independent_groups == (domain == "replica_group")
 
 
 def test_checks_that_need_sizes_wait_for_them() -> None:
@@ -103,7 +104,8 @@ def test_what_was_asked_of_copies_is_no_fault_where_the_choice_left_one() -> Non
 
 
 def test_a_job_that_was_resized_has_that_many_workers() -> None:
-    spec = changed("parallelism.workers={min: 2, max: 6}", "parallelism.sync.every_steps=4")
+    elastic = "parallelism.workers={min: 2, max: 6}; parallelism.moment_scale=3"
+    spec = changed(elastic, "parallelism.sync.every_steps=4")
     assert spec.with_workers(4).parallelism.workers == 4
     assert spec.with_workers(2).parallelism.num_replicas == 1
     with pytest.raises(SpecError, match="multiple of shard_group_size"):
@@ -142,6 +144,7 @@ def test_a_dynamic_table_takes_any_id_below_its_input_hash_size() -> None:
     limited = changed(DYNAMIC, "embedding_tables[0].dynamic.input_hash_size=1000")
     assert limited.embedding_tables[0].num_ids == 1000
     assert limited.embedding_tables[0].num_embeddings == 64
+    assert changed(DYNAMIC, "features[0].hashing={num_buckets: 1000}").features[0].hashing
 
 
 def test_buckets_that_fit_the_shards_and_weights_of_sequences_are_accepted() -> None:

@@ -14,6 +14,7 @@ What `auto` means:
 * With `survive`, or `inter_host` given, every group is a failure domain of its own, and what fails
   is a host. More copies than one a host add memory and syncs but no safety, so the fewest copies
   win (at least two), among layouts whose groups each sit inside one host: lookups stay there.
+* Groups of which the fewest workers make `min_groups` win over larger ones.
 * More workers win over fewer, and a second copy over none.
 * Where the size of the tables or the memory of a worker is not known, the fewest copies win, too:
   the largest groups that still leave two.
@@ -123,7 +124,8 @@ class Need:
     tables with optimizer state. `worker_table_bytes` is how much of S one worker can hold, and
     `whole_table_bytes` lists the tables that cannot be split. `links_bytes_per_s` is what one
     worker gets inside a host and between hosts; B is the former where every shard has its copies on
-    one host. `tied_by` says which setting, if any, ties the sharding groups together between syncs.
+    one host. `tied_by` says which setting, if any, ties the sharding groups together between syncs,
+    `min_groups` how many groups the fewest workers must make.
     """
 
     hosts: tuple[int, ...]
@@ -137,6 +139,7 @@ class Need:
     whole_table_bytes: tuple[int, ...] = ()
     links_bytes_per_s: tuple[float, float] | None = None
     tied_by: str = ""
+    min_groups: int = 1
 
     @property
     def is_size_known(self) -> bool:
@@ -231,6 +234,7 @@ def need_of(
         whole_table_bytes=spec.whole_table_bytes,
         links_bytes_per_s=links_bytes_per_s,
         tied_by=parallelism.tied_by,
+        min_groups=parallelism.min_groups,
     )
 
 
@@ -315,6 +319,7 @@ def _preference(need: Need, choice: Choice) -> tuple[int, ...]:
     fewest_copies_win = not is_intra or not need.is_size_known
     return (
         -min(choice.num_hosts_survived, need.survive_hosts),
+        math.ceil(need.min_workers / layout.shard_group_size) < need.min_groups,
         -layout.world_size,
         layout.num_replicas == 1,
         not (choice.are_syncs_local if is_intra else choice.are_lookups_local),

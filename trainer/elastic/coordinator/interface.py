@@ -61,8 +61,7 @@ class MembershipPolicy:
         check = spec.parallelism.divergence_check
         return cls(
             num_groups=num_groups,
-            # What was left to a choice may have come out smaller.
-            min_groups=min(spec.parallelism.min_groups, num_groups),
+            min_groups=spec.parallelism.min_groups,
             rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
             sync=spec.parallelism.sync,
             recovery=spec.recovery,

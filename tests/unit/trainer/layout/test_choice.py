@@ -162,6 +162,15 @@ def test_the_price_is_that_of_the_paper() -> None:
             need(6, table_bytes=15 * GIB, whole_table_bytes=(5 * GIB,) * 3),
             (6, 3, "intra_host", "job"),
         ),
+        # Larger groups would be too few.
+        (
+            need(2, 2, 2, 2, workers=4, survive_hosts=1, min_groups=3),
+            (4, 1, "inter_host", "replica_group"),
+        ),
+        (
+            need(4, 4, workers=(5, 8), placement="inter_host", min_groups=3),
+            (8, 2, "inter_host", "replica_group"),
+        ),
         # What ties the groups together makes them one job again.
         (
             need(2, 2, placement="inter_host", tied_by="a setting"),
@@ -279,5 +288,6 @@ def test_a_spec_says_what_it_needs() -> None:
     assert found.worker_table_bytes == 17_000, "a sync keeps a copy"
     cached = movielens(limit, "parallelism.planner.compute_kernel=auto")
     assert need_of(cached, [4]).worker_table_bytes is None, "host memory holds tables as well"
-    assert not found.tied_by
+    assert (found.tied_by, found.min_groups) == ("", 1)
+    assert need_of(movielens("parallelism.min_groups=3"), [4]).min_groups == 3
     assert need_of(movielens("parallelism.dense=every_step"), [4]).tied_by

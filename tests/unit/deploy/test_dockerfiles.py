@@ -106,10 +106,11 @@ def test_packages_come_from_locks_with_hashes_only() -> None:
                 assert is_local or is_torch or "--require-hashes" in step, step
 
 
-def test_a_wheel_of_what_the_image_is_built_from_has_the_specs_that_new_jobs_begin_with(
-    tmp_path: Path,
+@pytest.mark.parametrize("path", [SERVICE, TRAINER], ids=lambda path: path.name)
+def test_a_wheel_of_what_an_image_is_built_from_has_the_specs_that_new_jobs_begin_with(
+    path: Path, tmp_path: Path
 ) -> None:
-    for name, said in instructions_of(SERVICE):
+    for name, said in instructions_of(path):
         if name == "COPY" and not said.startswith(("--from", "deploy/")):
             *sources, target = said.split()
             subprocess.run(["cp", "-r", *sources, tmp_path / target], cwd=REPO, check=True)
@@ -148,6 +149,12 @@ def test_the_ray_pods_find_their_paths_and_ports_in_the_image() -> None:
     health = next(value for name, value in _last_stage(TRAINER) if name == "HEALTHCHECK")
     probe = container["livenessProbe"]["httpGet"]
     assert f":{probe['port']}{probe['path']}" in health
+
+
+def test_gpus_are_given_to_containers_that_ask_for_them_alone() -> None:
+    # Where NVIDIA's runtime is the default one, an image that names GPUs gets them unasked.
+    assert "NVIDIA_DRIVER_CAPABILITIES" in _environment(TRAINER)
+    assert "NVIDIA_VISIBLE_DEVICES" not in _environment(TRAINER)
 
 
 def test_the_cuda_image_has_what_nccl_loads_for_rdma_and_a_compiler_for_triton() -> None:

@@ -37,6 +37,12 @@ else
     echo "Shardloom set-up ($stack stack) into .venv, once: one to three minutes on two cores," \
         "longer where the network is slow."
     phase 1/4 "Python environment"
+    # Packages of both stacks have the same files.
+    case $stack in cpu) other=gpu ;; *) other=cpu ;; esac
+    if [ -e ".venv/.installed-$other" ]; then
+        echo ".venv has the $other stack: it is made anew"
+        rm -rf .venv
+    fi
     [ -x "$python" ] || "${PYTHON:-python3}" -m venv .venv
     pip_install uv || echo "uv cannot be had here: pip does it, and takes some minutes more"
     phase 2/4 "PyTorch, the largest part"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -78,6 +79,28 @@ def test_zizmor_finds_nothing_that_others_could_misuse() -> None:
     options = ["--offline", "--no-progress", "--min-severity", "medium"]
     done = run_program([zizmor, *options, ".github"])
     assert done.returncode == 0, done.stdout
+
+
+# ---- the installation
+
+
+@pytest.mark.parametrize(("installed", "stays"), [("cpu", True), ("gpu", False)])
+def test_a_venv_of_the_other_stack_is_made_anew(
+    tmp_path: Path, installed: str, stays: bool
+) -> None:
+    script = tmp_path / "deploy" / "install.sh"
+    script.parent.mkdir()
+    shutil.copy(REPO / "deploy" / "install.sh", script)
+    venv = tmp_path / ".venv"
+    venv.mkdir()
+    (venv / f".installed-{installed}").touch()
+    # In place of Python: what makes .venv, and is in it.
+    make = '[ "$2" != venv ] || { mkdir -p .venv/bin && cp "$0" .venv/bin/python; }'
+    _stub(tmp_path, "python", make)
+    _stub(venv / "bin", "python", make)
+    done = run_program([script, "run", "cpu"], PYTHON=str(tmp_path / "python"))
+    assert done.returncode == 0, done.stderr
+    assert (venv / f".installed-{installed}").exists() == stays
 
 
 # ---- the demos

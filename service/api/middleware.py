@@ -186,19 +186,24 @@ class TrustedHostMiddleware:
     def _refusal(self, headers: Headers) -> errors.ServiceError | None:
         """Why a request with these headers is not served, unless it is a probe."""
         host = headers.get("host", "")
-        if not self._is_trusted(host):
+        has_key = headers.get("authorization", "").lower().startswith("bearer ")
+        if not self._is_trusted(host, has_key):
             return errors.ForeignHost(host)
         is_proxied = any(name in headers for name in _PROXY_HEADERS)
         return errors.BehindProxy() if is_proxied and self._settings.auth != "required" else None
 
-    def _is_trusted(self, host: str) -> bool:
-        """Whether a Host header names us; without a list any does if auth is `required`."""
+    def _is_trusted(self, host: str, has_key: bool) -> bool:
+        """Whether a Host header names us.
+
+        If auth is `required`, any does where there is no list, or with a key: drivers and
+        Prometheus have names of their own for us, and no browser sends a key by itself.
+        """
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             name = ""
         known = self._settings.allowed_hosts
-        is_any = not known and self._settings.auth == "required"
+        is_any = self._settings.auth == "required" and (not known or has_key)
         return is_any or is_loopback(name) or name in map(str.lower, known)
 
 

@@ -26,6 +26,16 @@ from trainer.export.requests import HELD, ExportFolder, places_digest, remove_de
 from trainer.protocol.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
+# What says who we are at AWS, beside keys.
+_IDENTITY = (
+    "AWS_PROFILE",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    # EKS Pod Identity; ECS.
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)
 # What the process may see of our environment: secrets of the service are not among it, but the
 # credentials of the storage that jobs read, without which vocabularies cannot be had.
 _PASSED = (
@@ -45,11 +55,9 @@ _PASSED = (
     "AWS_ENDPOINT_URL",
     "AWS_REGION",
     "AWS_DEFAULT_REGION",
-    "AWS_PROFILE",
+    *_IDENTITY,
     "AWS_CONFIG_FILE",
     "AWS_SHARED_CREDENTIALS_FILE",
-    "AWS_ROLE_ARN",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_EC2_METADATA_DISABLED",
     "GOOGLE_APPLICATION_CREDENTIALS",
     "STORAGE_EMULATOR_HOST",
@@ -238,7 +246,7 @@ def with_keys_of_job(
     """
     found = dict(ours)
     if "AWS_ACCESS_KEY_ID" in secrets:
-        for name in (*_KEYS_OF_JOBS, "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+        for name in (*_KEYS_OF_JOBS, *_IDENTITY):
             found.pop(name, None)
         found |= {name: secrets[name] for name in _KEYS_OF_JOBS if name in secrets}
     if may_choose_endpoint and _ENDPOINT in secrets:

@@ -236,15 +236,18 @@ def test_one_that_takes_too_long_says_so(
     assert "it took longer than" in folder.message
 
 
+_POD_IDENTITY = ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
+
+
 def test_the_process_sees_what_jobs_read_storage_with_and_no_secret_of_the_service() -> None:
     secrets = {"SHARDLOOM_SECRET_KEY": "k", "SHARDLOOM_DATABASE_URL": "s"}
-    ours = dict.fromkeys(["PATH", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"], "s")
+    ours = dict.fromkeys(["PATH", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", *_POD_IDENTITY], "s")
     assert environment(ours | secrets) == ours
 
 
 def test_a_job_with_keys_of_its_own_is_exported_with_them_alone() -> None:
     ours = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "ours", "AWS_SESSION_TOKEN": "ours"}
-    ours["AWS_PROFILE"] = "ours"
+    ours |= dict.fromkeys(["AWS_PROFILE", *_POD_IDENTITY], "ours")
     theirs = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
     elsewhere = {"AWS_ENDPOINT_URL": "http://x", "AWS_CONFIG_FILE": "/tmp/x", "LD_PRELOAD": "x"}
     found = with_keys_of_job(ours, theirs | elsewhere, may_choose_endpoint=False)

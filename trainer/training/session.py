@@ -39,6 +39,7 @@ from trainer.data.position import (
 )
 from trainer.data.process import ReaderProcess
 from trainer.data.reader import encodings_digest, open_source, order_digest
+from trainer.errors import StorageError
 from trainer.failures import DivergenceError, NonFiniteLoss
 from trainer.layout.cost import Cluster, MemoryUse
 from trainer.layout.layout import Layout, placement_warning
@@ -188,10 +189,31 @@ class Session:
             self.validation_source = open_source(self.spec, root / validation, self.train_source)
         self.shape = BatchShape(self.train_source.num_rows, self.world_size, data.batch_size)
         self.shape.check(self.train_source.folder)
-        order = order_digest(self.train_source, self.spec)
-        self.row_order = RowOrder(self.shape.num_rows, order, encodings_digest(self.spec))
+        order, encodings = order_digest(self.train_source, self.spec), encodings_digest(self.spec)
+        self.row_order = RowOrder(self.shape.num_rows, order, encodings)
+        self.rows = order + encodings  # as `LeaseBook.rows`
+        self._compare_data()
         self.total_steps = self.planned_steps()
         self.schedule_shift = 0  # of decay after a resize: see `factor`
+
+    def _compare_data(self) -> None:
+        """Raise `StorageError` where ranks have found other rows: they would take other steps.
+
+        Collective over all ranks.
+        """
+        held_out = self.validation_source
+        own = self.rows, self.shape.num_rows, held_out and order_digest(held_out, self.spec)
+        found = [own] * len(self.groups.sites)
+        dist.all_gather_object(found, own, self.groups.global_group)
+        unlike = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if unlike is not None:
+            hosts = [site.host for site in self.groups.sites]
+            raise StorageError(
+                f"rank {unlike} on {hosts[unlike]} and rank 0 on {hosts[0]} find unlike data in "
+                f"{self.spec.data.path} (files, row groups or vocabularies; {found[unlike][1]:,} "
+                f"and {found[0][1]:,} training rows): did it change as the workers started, or is "
+                "another folder mounted on one of them? What comes later belongs in another folder"
+            )
 
     def planned_steps(self) -> int:
         """Steps of the whole run, those already done included."""

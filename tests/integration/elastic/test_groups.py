@@ -24,13 +24,13 @@ from tests.harness.wait import scaled
 from tests.integration.ranks.test_movielens_arch import example_config
 from trainer.checkpoint.files import checkpoints_of, list_committed
 from trainer.coordination.client import Identity
-from trainer.coordination.messages import Lease
+from trainer.coordination.messages import Lease, Welcome
 from trainer.elastic.group_session import GroupSession
 from trainer.failures import EndReason
 from trainer.fault_injection import Fault
 from trainer.layout.layout import Layout
 from trainer.protocol import requests
-from trainer.protocol.events import Metrics, Recovered, SyncIntervalChanged
+from trainer.protocol.events import Metrics, Note, Recovered, SyncIntervalChanged
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
@@ -160,6 +160,41 @@ def test_a_stalled_store_and_a_coordinator_lost_between_vote_and_verdict_cost_no
     assert list_committed(checkpoints)
 
 
+def test_a_group_that_finds_other_data_than_the_run_began_with_trains_none_of_it(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(small_movielens, tmp_path / "data")
+    config = elastic_config(data, tmp_path / "run", 2, 1, ONE_EPOCH, *PATIENT)
+    with ElasticHarness(config, tmp_path / "harness", 2) as harness:
+        campaign = Campaign(harness, Random(0))
+        campaign.begin()
+        (held_out,) = (data / "validation").glob("*.parquet")
+        late = shutil.copy(held_out, data / "train" / "zz.parquet")
+        harness.start_group(2, is_spare=True)
+        told = RunDir(config.run_dir).attempt(config.attempt_id)
+
+        def warnings() -> list[str]:
+            return [each.message for each in records_in(told, Note) if "spare" in each.message]
+
+        harness.wait_for(warnings, TIMEOUT_S, "the spare warns of what it finds")
+        commit = harness.commit
+        harness.life(1).kill()
+        harness.wait_for(lambda: harness.of("failed"), TIMEOUT_S, "the next group 1 has failed")
+        harness.coordinator.call("request", "want", [0, 1, 2], 0, {}, 0, {})
+        harness.wait_for(lambda: failed_of(harness, 2), TIMEOUT_S, "so has the spare, now wanted")
+        for failed in harness.of("failed"):
+            assert failed["reason"] == EndReason.STORAGE_ERROR
+            assert "is not what this run began with" in failed["message"]
+        harness.wait_for_commit(commit + 3)
+        Path(late).unlink()
+        campaign.wait_until_over()
+        campaign.finish(config)
+
+
+def failed_of(harness: ElasticHarness, group: int) -> list[Any]:
+    return [each for each in harness.of("failed") if each["group"] == group]
+
+
 def _pause(config: WorkerConfig, tmp_path: Path) -> int:
     """Train and pause as a driver does; the commit that the leader saved."""
     with ElasticHarness(config, tmp_path / "harness", 2) as harness:
@@ -228,7 +263,7 @@ def test_a_run_of_one_group_goes_on_bitwise_from_its_checkpoint(
 def begun_group(config: WorkerConfig) -> Iterator[GroupSession]:
     """A group of one rank, where no other one trains."""
     client = Mock(identity=Identity(0, 0, 0, 1, "127.0.0.1"), token=TOKEN)
-    client.join.return_value.has_current = False
+    client.join.return_value = Welcome()
     groups = groups_of(config, Layout(1, 1, "inter_host"), host=None)
     session = GroupSession(replace(config, group=GroupConfig(0, 0, "none")), groups, client)
     try:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 
-from tests.harness.ranks import run_ranks
-from tests.harness.sessions import train_session
+from tests.harness.ranks import run_in_turn, run_ranks
+from tests.harness.sessions import open_session, train_session
 from trainer.data.inputs import resolve_inputs
+from trainer.errors import StorageError
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
 
@@ -115,3 +119,26 @@ def test_raw_columns_train_and_predict_what_depends_on_them(folder: Path, tmp_pa
     assert metrics["validation/effect/auc"] > 0.95
     assert metrics["validation/effect/rmse"] < 0.6
     assert {"train/loss", "train/click/ne", "train/effect/mae"} <= set(metrics)
+
+
+def open_unlike(config: WorkerConfig, folder: Path) -> str:
+    """How a session ends whose rank 1 finds the data of `folder`."""
+    if dist.get_rank() == 1:
+        data = config.spec.data.model_copy(update={"path": str(folder)})
+        config = replace(config, spec=config.spec.model_copy(update={"data": data}))
+    with pytest.raises(StorageError) as refused:
+        open_session(config)
+    return str(refused.value)
+
+
+def test_no_rank_trains_where_they_find_unlike_data(folder: Path, tmp_path: Path) -> None:
+    spec = resolve_inputs(load_spec(SPEC, [f"data.path={folder}"]))
+    config = WorkerConfig(spec, tmp_path / "run", "job-plain-a0", 0)
+    calls, told = [], []
+    for split, num_rows in (("train", 2 * NUM_ROWS), ("validation", NUM_ROWS)):
+        unlike = shutil.copytree(folder, tmp_path / split)
+        shutil.copy(unlike / split / "rows.parquet", unlike / split / "later.parquet")
+        calls.append((open_unlike, config, unlike))
+        told.append(f"{num_rows:,} and {NUM_ROWS:,} training rows")
+    for found, expected in zip(run_in_turn(2, *calls), told, strict=True):
+        assert all(expected in message and "rank 1 on " in message for message in found)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from trainer.coordination.messages import EpochRows, Lease, Ledger
 from trainer.data.position import Span, Spans
-from trainer.data.reader import lease_windows, open_source
+from trainer.data.reader import encodings_digest, lease_windows, open_source, order_digest
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
 
@@ -203,13 +203,16 @@ class LeaseBook:
         windows: Sequence[int] | Callable[[int], Sequence[int]] = (),
         num_lanes: int = 1,
         rows_per_step: int = 1,
+        rows: str = "",
     ) -> None:
         """`num_rows` are the rows of one epoch; the run has `epochs`, or ends at `max_rows`.
 
         A group takes `rows_per_step` at once, and leases are of whole steps. Skipped rows count
         towards `max_rows` as trained ones do. `windows` are row bounds for all epochs (0, ...,
-        number of rows), or give those of an epoch; none stand for one window.
+        number of rows), or give those of an epoch; none stand for one window. `rows` is a checksum
+        of which rows they are and of what their ids stand for, "" where nobody compares it.
         """
+        self.rows = rows
         self._num_rows = num_rows
         self._epochs = epochs
         self._rows_per_lease = rows_per_lease
@@ -238,6 +241,7 @@ class LeaseBook:
             windows=lease_windows(source, spec),
             num_lanes=parallelism.group_size,
             rows_per_step=parallelism.group_size * data.batch_size,
+            rows=order_digest(source, spec) + encodings_digest(spec),
         )
 
     def restore(self, ledger: Ledger) -> None:

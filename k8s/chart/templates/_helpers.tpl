@@ -19,7 +19,7 @@ labels:
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{- /* An image of ours: .root, .image (of values), .suffix of the tag by default. */}}
+{{- /* An image of ours: .root, .image (of values). */}}
 {{- define "shardloom.image" -}}
 {{- $registry := .root.Values.images.registry | required "images.registry: set the registry and folder that your images were pushed to (make images PUSH=1 REPOSITORY=...), as in registry.example/shardloom" -}}
 {{- $image := get .root.Values.images .image -}}
@@ -196,11 +196,11 @@ readOnly: true
 {{- dict "groups" $groups | toJson }}
 {{- end }}
 
-{{- /* Most workers that the groups can hold: a GPU each, or a CPU. */}}
+{{- /* Most workers that the groups can hold: a GPU each, or a CPU, of which KubeRay counts a part as one. */}}
 {{- define "shardloom.maxWorkers" -}}
 {{- $most := 0 }}
 {{- range (include "shardloom.groups" . | fromJson).groups }}
-{{- $each := ternary .gpus .cpus (gt (int .gpus) 0) }}
+{{- $each := ternary .gpus (ceil .cpus) (gt (int .gpus) 0) }}
 {{- $most = add $most (mul (int .maxHosts) (int $each)) }}
 {{- end }}
 {{- $most }}

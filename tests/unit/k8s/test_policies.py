@@ -173,6 +173,20 @@ def test_machines_with_gpus_are_not_overbooked(variant: str) -> None:
         assert room <= parse_quantity(resources["requests"]["ephemeral-storage"])
 
 
+@every_variant
+def test_data_is_prepared_where_there_is_room_for_its_working_files(variant: str) -> None:
+    (pod,) = pods(variant, "data")
+    requests = pod.containers[0]["resources"]["requests"]
+    (room,) = [each["emptyDir"]["sizeLimit"] for each in pod.spec["volumes"] if "emptyDir" in each]
+    # Without that the kubelet evicts it, as often as it comes back: nobody counts evictions.
+    assert parse_quantity(requests["ephemeral-storage"]) == parse_quantity(room)
+    if variant.startswith("dev"):
+        (host,) = pods(variant, "ray-worker")
+        of_host = host.containers[0]["resources"]["requests"]
+        for name in ("cpu", "memory"):
+            assert parse_quantity(requests[name]) <= parse_quantity(of_host[name])
+
+
 # ---- availability
 
 

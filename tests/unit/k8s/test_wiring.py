@@ -117,6 +117,13 @@ def test_the_settings_fit_the_service_and_ray(
     assert settings.cluster_max_workers == most
 
 
+def test_a_part_of_a_cpu_holds_the_worker_that_ray_starts_on_it() -> None:
+    (group,) = values("dev")["ray"]["groups"]
+    made = objects_of(merged(values("dev"), {"ray": {"groups": [{**group, "cpus": 0.5}]}}))
+    settings = one(made, "ConfigMap", "shardloom-settings")["data"]
+    assert settings["SHARDLOOM_CLUSTER_MAX_WORKERS"] == str(group["maxHosts"])
+
+
 # By key: values that stay, as they hide what others say or are no free text; the form of others.
 _UNMARKED = {
     *("accessMode", "faultTolerance", "kind", "operator", "upgradeStrategy"),

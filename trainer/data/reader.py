@@ -222,7 +222,8 @@ class RowReader:
         self._spans: Sequence[Span] = ()  # expected last
         self._decoders = ThreadPoolExecutor(_NUM_DECODERS, "decode")
         self._decoding: dict[_Place, Future[_Opened]] = {}
-        window_bytes = source.decoded_bytes * WINDOW_ROWS // source.num_rows
+        window_rows = max(WINDOW_ROWS, int(source.group_rows.max()))
+        window_bytes = source.decoded_bytes * window_rows // source.num_rows
         self._most_ahead = min(_NUM_DECODERS, max(1, CACHE_BYTES // max(1, window_bytes)))
 
     def expect(self, epoch: int, spans: Sequence[Span]) -> None:
@@ -336,4 +337,6 @@ class RowReader:
                 marks.add(np.arange(start, start + len(table)), reason)
             tables.append(table)
             start += len(table)
-        return decode(pa.concat_tables(tables), self._layout, locate, marks)
+        # Of files, and of blank groups, that differ in where null may stand.
+        rows_read = pa.concat_tables(tables, promote_options="default")
+        return decode(rows_read, self._layout, locate, marks)

@@ -179,6 +179,18 @@ def test_rows_that_begin_in_the_open_window_have_the_next_decoded_ahead(
     found.close()
 
 
+def test_large_row_groups_are_decoded_ahead_as_far_as_memory_allows(make_spec, train, monkeypatch):
+    monkeypatch.setattr(reader, "WINDOW_ROWS", 1)  # each row group is a window
+    group_bytes = train.decoded_bytes * int(train.group_rows.max()) // train.num_rows
+    for num_ahead in (1, 2):
+        monkeypatch.setattr(reader, "CACHE_BYTES", num_ahead * group_bytes)
+        found = RowReader(train, make_spec())
+        found.expect(0, [(0, 1500)])
+        found.read(0, [(0, 20)])
+        assert len(found._decoding) == num_ahead
+        found.close()
+
+
 def test_closing_early_ends_the_threads(make_spec, train, monkeypatch):
     monkeypatch.setattr(reader, "WINDOW_ROWS", 300)
     monkeypatch.setattr(reader, "CACHE_BYTES", 0)

@@ -165,6 +165,21 @@ def test_a_file_that_changes_while_the_job_runs_is_left_out_or_named(
 
 
 @pytest.mark.usefixtures("read_both_ways")
+@pytest.mark.usefixtures("read_both_ways")
+def test_a_lost_row_group_is_left_out_where_some_files_allow_no_null(three_files, tolerant) -> None:
+    _, *paths = sorted(three_files.iterdir())
+    for path in paths:
+        table = pq.read_table(path)
+        required = pa.schema([field.with_nullable(False) for field in table.schema])
+        pq.write_table(table.cast(required), path, row_group_size=128)
+    source = open_source(tolerant(), three_files)
+    lost = pq.read_metadata(paths[-1]).num_rows
+    for num_rows in (source.num_rows, source.num_rows - lost):
+        with TrainBatches(source, tolerant(), 0, 1) as batches:
+            assert sum(batch.weight.sum().item() for batch, _ in batches) == num_rows
+        truncated(paths[-1])
+
+
 def test_storage_or_memory_that_fails_ends_the_job_and_leaves_no_row_out(
     three_files, tolerant, monkeypatch
 ) -> None:

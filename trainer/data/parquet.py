@@ -253,7 +253,10 @@ def _parquet_files(folder: Location) -> list[Location]:
     if files := [file for file in folder.list() if is_data_file(file.name)]:
         return files
     if folder.is_dir():
-        raise SourceMissingError(f"{folder} holds no .parquet files; prepare the data again")
+        raise SourceMissingError(
+            f"{folder} itself holds no .parquet files, and those in subfolders are not read: put "
+            "them side by side, name one subfolder in data.split, or prepare the data again"
+        )
     raise SourceMissingError(
         f"{folder} does not exist; check data.path and data.split, or prepare the data"
     )

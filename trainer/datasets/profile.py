@@ -326,11 +326,13 @@ def _raw(location: Location) -> list[DataSet]:
 
 
 def _files(location: Location) -> Sequence[Location]:
-    """Parquet files anywhere below a folder; if there are none, its text files."""
+    """Parquet files of a folder, which training reads, else any below; if there are none, text."""
     if location.is_dir():
         files = location.list(recursive=True)
-        if nested := [file for file in files if is_data_file(file.relative_to(location))]:
-            return nested
+        paths = [file.relative_to(location) for file in files]
+        if found := [path for path in paths if is_data_file(path)]:
+            own = [path for path in found if "/" not in path]
+            return [location / path for path in own or found]
         if not location.list():
             raise SourceMissingError(f"{location} holds neither {MANIFEST_NAME} nor data files")
     return find_sources([location])

@@ -60,6 +60,9 @@ def test_a_missing_or_empty_folder_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "d"):
         with pytest.raises(SourceMissingError, match="prepare the data"):
             ParquetSource(folder, ["a"])
+    write(tmp_path / "dt=1", a=numbers(1))
+    with pytest.raises(SourceMissingError, match="in subfolders are not read: put them side by"):
+        ParquetSource(tmp_path, ["a"])
 
 
 def test_a_column_that_differs_in_one_file_is_named(tmp_path):

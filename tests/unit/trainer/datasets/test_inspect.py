@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from tests.harness.builders import spec_document
 from trainer.data.manifest import load_manifest
+from trainer.data.parquet import ParquetSource
 from trainer.data.reader import open_source
 from trainer.datasets import profile
 from trainer.datasets.cli import app
@@ -394,3 +395,14 @@ def test_notes_tell_what_training_cannot_use_and_json_holds_no_infinities(tmp_pa
     spec = yaml.safe_load(invoke(tmp_path, "--spec").stdout)
     assert [feature["name"] for feature in spec["features"]] == ["price"]
     assert [feature["name"] for feature in document["suggested"]["features"]] == ["price"]
+
+
+def test_parquet_below_a_folder_counts_only_where_the_folder_has_none_as_in_training(tmp_path):
+    (tmp_path / "dt=1").mkdir()
+    rows = pl.DataFrame({"click": [0, 1, 1]})
+    rows.write_parquet(tmp_path / "dt=1" / "a.parquet")
+    (nested,) = inspect(tmp_path)
+    assert nested.num_rows == 3
+    rows[:1].write_parquet(tmp_path / "late.parquet")
+    (found,) = inspect(tmp_path)
+    assert found.num_rows == 1 == ParquetSource(tmp_path, ["click"]).num_rows

@@ -223,6 +223,8 @@ def admit(
     A job that cannot be looked at, whatever is wrong with it, holds up no other, but for the
     workers that it was started with.
     """
+    # The next attempt chooses its layout anew.
+    queued = [replace(job, membership=None) for job in queued]
     turn = _SchedulingPass(projects, capacity, now)
     for job in running:
         if not turn.guarded(turn.count_running, job):
@@ -280,6 +282,7 @@ class _SchedulingPass:
         self._used = Use()
         # By what they depend on, for as long as the use is the same: all hosts are looked at.
         self._rooms: dict[object, tuple[int | None, int | None]] = {}
+        self._in_vain: set[object] = set()  # Those for whom preempting gives too little room.
 
     def guarded(self, act: Callable[[Job], None], job: Job) -> bool:
         """Act on a job, and note what is raised; whether nothing was."""
@@ -316,12 +319,18 @@ class _SchedulingPass:
     def _take(self, use: Use) -> None:
         self._used += use
         self._rooms.clear()
+        self._in_vain.clear()
+
+    def _shape_of(self, job: Job) -> object:
+        """What the room for so many workers of a job depends on."""
+        num_hosts, group = job.spec.parallelism.num_hosts_needed, sizes_of_job(job).shard_group_size
+        return self.capacity.demand_of(job), num_hosts, group
 
     def _room_of(self, job: Job) -> tuple[int | None, int | None]:
         """How many workers of a job an empty cluster holds, and how many fit now."""
-        capacity, group = self.capacity, sizes_of_job(job).shard_group_size
-        of = (capacity.demand_of(job), job.spec.parallelism.num_hosts_needed, group)
+        of = self._shape_of(job)
         if of not in self._rooms:
+            capacity = self.capacity
             self._rooms[of] = capacity.num_workers(job), capacity.num_free(job, self._used)
         return self._rooms[of]
 
@@ -469,7 +478,11 @@ class _SchedulingPass:
             return ""
         reason = f"waiting for {least - free} of {least} workers; cluster max {total}"
         if self._blocked is None or self._may_pass(self._blocked, job):
-            reason += self._make_room(job, least)
+            of = (job.priority, least, self._shape_of(job))
+            made = "" if of in self._in_vain else self._make_room(job, least)
+            if not made:
+                self._in_vain.add(of)
+            reason += made
         self._blocked = self._blocked or job
         return reason
 

@@ -20,8 +20,15 @@ from service.domain.models import (
     Project,
     QueueState,
 )
-from service.scheduler.policy import PASS_WINDOW_S, Admission, Capacity, admit, most_held
-from tests.harness.builders import NOW, queued_job
+from service.scheduler.policy import (
+    PASS_WINDOW_S,
+    Admission,
+    Capacity,
+    _SchedulingPass,
+    admit,
+    most_held,
+)
+from tests.harness.builders import NOW, folded_membership, layout_chosen, queued_job
 from tests.harness.properties import examples
 from trainer.layout.hosts import HostFacts
 
@@ -192,6 +199,18 @@ def test_workers_that_want_gpus_fit_where_gpus_are_free() -> None:
     elastic = queued_job(parallelism={"workers": {"min": 2, "max": 4}, "shard_group_size": 1})
     for num_gpus, demand in ((1, (1.0, 0.0)), (2, (1.0, 1.0))):
         assert cluster(16, gpus=num_gpus).demand_of(elastic) == demand
+
+
+def test_of_a_job_that_waits_again_its_spec_says_the_fewest_workers_not_its_last_layout() -> None:
+    made = queued_job(
+        name="auto", parallelism={"workers": {"min": 2, "max": 8}, "shard_group_size": "auto"}
+    )
+    attempt = f"{made.id}-a0"
+    wide = layout_chosen(world_size=8, shard_group_size=4, num_replicas=2)
+    told = folded_membership(wide, attempt_id=attempt)
+    again = replace(made, current_attempt_id=attempt, membership=told)
+    (start,) = decide([again], [], cluster(3), Project("default", max_workers=3)).starts
+    assert start.workers == 3
 
 
 # ---- quotas
@@ -385,6 +404,29 @@ def test_nobody_makes_way_in_vain_or_against_their_will() -> None:
     fixed = running("fixed", 2, preemptible=False)
     assert decide([urgent], [running(workers=2), fixed], cluster(6)).preemptions == []
     assert decide([job("peer", 4)], [running(workers=2)], cluster(4)).preemptions == []
+
+
+def test_of_jobs_alike_one_is_asked_for_whom_others_could_make_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    make_room = _SchedulingPass._make_room
+
+    def note(turn: _SchedulingPass, waiting: Job, least: int) -> str:
+        asked.append(waiting.name)
+        return make_room(turn, waiting, least)
+
+    monkeypatch.setattr(_SchedulingPass, "_make_room", note)
+    held = [running("fixed", 4, preemptible=False), running("low", 2)]
+    alike = [job(f"alike{n}", 4, priority=5, age_s=9 - n) for n in range(4)]
+    found = decide([*alike, job("smaller", 2, priority=4)], held, cluster(7))
+    assert asked == ["alike0", "smaller"]
+    assert [each.by.name for each in found.preemptions] == ["smaller"]
+    asked.clear()
+    # What starts between them may make way itself, once it runs.
+    starts = job("starts", 1, priority=5, age_s=7.5)
+    decide([*alike, starts], held, cluster(7))
+    assert asked == ["alike0", "alike2"]
 
 
 def test_while_a_job_makes_way_nobody_else_takes_its_room_or_is_stopped() -> None:

@@ -29,6 +29,8 @@ Search = Literal["tpe", "random", "grid"]
 _GREATER_IS_BETTER = ("auc", "accuracy", "ndcg", "recall", "rows_per_s", "steps_per_s")
 # A sweep of which so many trials failed, and none did not, is faulty itself.
 MAX_FAILURES = 5
+# Of one sweep in one pass: a submission reads storage, and others wait for the pass.
+_MAX_NEW = 16
 
 
 def direction_of(metric: str) -> Direction:
@@ -234,7 +236,9 @@ def decide(sweep: Sweep, trials: Sequence[Observed]) -> SweepStep:
             cancel=[each.trial.number for each in live],
             end=None if active else SweepStatus.CANCELLED,
         )
-    num_failed = sum(each.has_failed for each in trials)
+    # Values that are not legal together say nothing of those that are.
+    made = [each for each in trials if each.trial.job_id is not None]
+    num_failed = sum(each.has_failed for each in made or trials)
     if num_failed >= MAX_FAILURES and not any(
         each.job is not None and each.job.progress.step for each in trials
     ):
@@ -246,7 +250,7 @@ def decide(sweep: Sweep, trials: Sequence[Observed]) -> SweepStep:
             message=message,
         )
     num_left = _num_left(sweep, trials)
-    num_new = max(0, min(sweep.num_parallel - len(active), num_left))
+    num_new = max(0, min(sweep.num_parallel - len(active), num_left, _MAX_NEW))
     return SweepStep(
         submit=to_submit,
         pause=[

@@ -138,6 +138,23 @@ def test_a_sweep_whose_trials_all_fail_at_once_is_given_up():
     assert decide(SWEEP, one_trains).end is None
 
 
+def test_values_that_are_not_legal_together_end_no_sweep_of_which_others_wait():
+    illegal = [observed(n, None, message="too many workers") for n in range(MAX_FAILURES)]
+    waiting = observed(MAX_FAILURES, JobStatus.QUEUED, step=0)
+    step = decide(SWEEP, [*illegal, waiting])
+    assert (step.cancel, step.end) == ([], None)
+    forgotten = replace(waiting, job=None)
+    assert decide(SWEEP, [*illegal, forgotten]).end is None
+    assert decide(SWEEP, illegal).end is SweepStatus.FAILED, "none is legal"
+
+
+def test_trials_begin_a_few_at_a_time_so_that_others_need_not_wait():
+    vast = replace(SWEEP, num_trials=1000, num_parallel=1000)
+    num_new = decide(vast, []).num_new
+    assert 0 < num_new <= 20
+    assert decide(vast, [observed(n) for n in range(num_new)]).num_new == num_new
+
+
 def test_the_best_trial_has_the_best_value_that_is_a_number():
     trials = [
         observed(0, value=0.8),

@@ -258,6 +258,8 @@ _POSTGRESQL_OPTIONS = {
         "-c statement_timeout=60s -c lock_timeout=10s -c idle_in_transaction_session_timeout=60s"
     ),
     "keepalives_idle": 15,
+    # Milliseconds. That a network drops packets is noticed after 15 minutes otherwise.
+    "tcp_user_timeout": 20_000,
     "application_name": "shardloom",
 }
 # Key of the advisory lock under which replicas that start together migrate one after another.

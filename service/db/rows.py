@@ -14,9 +14,9 @@ from service.domain.models import Attempt, Job, Progress
 from service.errors import JobUnreadable
 from trainer.spec.job import JobSpec
 
-# Up to 0.15 MB each. Live jobs, paused ones too, are read over and over, in the same order: with
-# more of them than this each is parsed again, in 2 ms.
-_NUM_CACHED_SPECS = 4000
+# Live jobs, paused ones too, are read over and over, in the same order: with more of them than this
+# each is parsed again, in 2 ms. Of memory they take 0.05 MB each, 0.15 MB those of many tables.
+_NUM_CACHED_SPECS = 10_000
 _PROGRESS_FIELDS = [each.name for each in fields(Progress)]
 _OTHER_FIELDS = frozenset({"spec", "progress", "latest_metrics", "membership"})
 _JOB: TypeAdapter[Job] = TypeAdapter(Job)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 
 from service.db import engine as engine_module
-from service.db.engine import Transactions, WalCheckpointer, write_in_background
+from service.db.engine import Transactions, WalCheckpointer, open_engine, write_in_background
 from service.db.jobs import JobStore
 from service.errors import StoreUnavailable
 from tests.harness.wait import scaled
@@ -65,6 +66,20 @@ def test_the_background_stands_in_a_queue_of_its_own(
         thread.start()
         thread.join()
     assert len(refused) == 1, "it waits for the others in the background, as requests do not"
+
+
+def test_a_network_to_postgresql_that_drops_packets_is_noticed_within_a_minute() -> None:
+    asked = dict[str, object]()
+    engine = open_engine("postgresql://host/name")
+
+    @event.listens_for(engine, "do_connect")
+    def _connect(_dialect: object, _record: object, _args: object, options: dict[str, int]) -> None:
+        asked.update(options)
+        raise ConnectionError
+
+    with suppress(ConnectionError):
+        engine.connect()
+    assert 0 < asked["tcp_user_timeout"] <= 60_000
 
 
 # ---- the write-ahead log

@@ -12,10 +12,11 @@ import asyncio
 import ipaddress
 import re
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from functools import partial
+from functools import cache
 
 import httpx
 
@@ -29,6 +30,8 @@ _MAX_SHOWN_BYTES = 500
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _NUM_PORTS = 65_536
 _resolvers = ThreadPoolExecutor(32, "webhook-names")
+# By host and port, while they are under way.
+_look_ups: dict[tuple[str, int], Future[list[str]]] = {}
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 # What `is_global` of some Python takes for public, and is not: protocol assignments, 6to4 relays,
 # the platform of a cloud, IPv4 in IPv6 of old, local NAT64, site-local, documentation, SRv6.
@@ -116,9 +119,17 @@ def _embedded(address: Address) -> ipaddress.IPv4Address | None:
 
 async def resolve(host: str, port: int) -> list[str]:
     """Addresses of a host, as the system's resolver orders them; raises OSError."""
-    # Threads of its own: servers of names that never answer hold up nothing else.
-    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await asyncio.get_running_loop().run_in_executor(_resolvers, look_up)
+    # Threads of its own, and one for each name although a look-up outlives who waits for it:
+    # servers of names that never answer hold up nothing else.
+    look_up = _look_ups.get((host, port))
+    if look_up is None:
+        look_up = _look_ups[host, port] = _resolvers.submit(_look_up, host, port)
+        look_up.add_done_callback(lambda _: _look_ups.pop((host, port), None))
+    return await asyncio.shield(asyncio.wrap_future(look_up))
+
+
+def _look_up(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
@@ -134,7 +145,11 @@ async def post(
 ) -> Answer:
     """Post `body` once; whatever goes wrong is part of the answer. Never raises."""
     client = httpx.AsyncClient(
-        transport=transport, trust_env=False, follow_redirects=False, timeout=None
+        transport=transport,
+        trust_env=False,
+        follow_redirects=False,
+        timeout=None,
+        verify=_tls_context(),
     )
     try:
         async with asyncio.timeout(timeout_s), client:
@@ -147,6 +162,12 @@ async def post(
         return Answer(None, f"refused: {error}")
     except (httpx.HTTPError, httpx.StreamError, OSError, UnicodeError, ValueError) as error:
         return Answer(None, f"{type(error).__name__}: {error}")
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """Made once: reading the certificates takes longer than to send a message."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 async def _request(

@@ -58,6 +58,7 @@ class WebhookSender:
             self._thread.join()
 
     async def _serve(self) -> None:
+        closed = asyncio.create_task(asyncio.to_thread(self._closing.wait))
         while not self._closing.is_set():
             try:
                 await self.poll()
@@ -65,7 +66,12 @@ class WebhookSender:
                 logger.warning("webhooks are delayed: %s", error)
             except Exception:  # the loop must outlive any failed poll
                 logger.exception("polling the webhook outbox failed, trying again")
-            await asyncio.to_thread(self._closing.wait, self.settings.webhook_poll_s)
+            # After each delivery there is room for another one.
+            await asyncio.wait(
+                {closed, *self._tasks},
+                timeout=self.settings.webhook_poll_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import ssl
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +13,8 @@ import httpx
 import pytest
 
 from service.domain.webhooks import Answer
-from service.webhooks.safe_http import AddressRefused, check_address, check_url, post
+from service.webhooks.safe_http import AddressRefused, check_address, check_url, post, resolve
+from tests.harness.wait import free_port, scaled
 
 PRIVATE = """
 127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 0.0.0.0
@@ -110,3 +113,46 @@ def test_of_a_refusal_the_beginning_is_kept() -> None:
     answer, _ = _send("https://hooks.example/", ["93.184.215.14"], refusal)
     assert answer.message.startswith("answered 500: broken xxx")
     assert len(answer.message) < 600
+
+
+def test_a_name_that_never_resolves_holds_one_thread_however_often_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    may_end = threading.Event()
+
+    def look_up(host: str, port: int, **_: object) -> list[Any]:
+        asked.append(host)
+        if host == "dead.example":
+            may_end.wait(scaled(30))
+        return [(0, 0, 0, "", (f"192.0.2.{len(asked)}", port))]
+
+    async def try_often() -> list[str]:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await resolve("dead.example", 443)
+        found = await resolve("live.example", 443)
+        ended = asyncio.create_task(resolve("dead.example", 443))
+        await asyncio.sleep(0)
+        may_end.set()
+        return [*found, *await ended, *await resolve("live.example", 443)]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    try:
+        found = asyncio.run(try_often())
+    finally:
+        may_end.set()
+    assert asked == ["dead.example", "live.example", "live.example"]
+    assert found == ["192.0.2.2", "192.0.2.2", "192.0.2.3"]
+
+
+def test_certificates_are_read_once_for_all_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    url, allowed = f"https://127.0.0.1:{free_port()}/", [ipaddress.ip_network("127.0.0.0/8")]
+
+    def send() -> Answer:
+        return asyncio.run(post(url, "{}", {}, allowed=allowed, timeout_s=scaled(5.0)))
+
+    send()
+    monkeypatch.setattr(ssl, "create_default_context", lambda **_: pytest.fail("read again"))
+    assert "ConnectError" in send().message

@@ -43,6 +43,7 @@ from tests.harness.builders import NOW, batch, checkpoint, webhook, workers_star
 from tests.harness.clock import FakeClock
 from tests.harness.databases import store_attempt, store_job
 from tests.harness.service import Api, problem_in
+from tests.harness.wait import wait_for
 
 pytestmark = pytest.mark.every_database(slow=True)
 
@@ -276,6 +277,23 @@ def test_a_dead_message_is_sent_again_by_hand(
     _rounds(outbox, _Receiver(200), Settings(home=tmp_path), [times[-1]])
     assert outbox.list_deliveries(hook.id)[0].state is DeliveryState.DELIVERED
     assert outbox.get(hook.id).num_dead_in_a_row == 0
+
+
+def test_a_receiver_that_answers_at_once_gets_message_upon_message(
+    outbox: WebhookStore, tmp_path: Path
+) -> None:
+    hook, num = _webhook(outbox, secret=new_secret()), 3 * MAX_CLAIMED_EACH
+    for _ in range(num):
+        outbox.add_test(hook.id, "{}", NOW)
+    settings = Settings(home=tmp_path, webhook_poll_s=3600.0)
+    receiver = _Receiver(200)
+    sender = WebhookSender(outbox, _Box(), settings, ServiceMetrics(), lambda: NOW)
+    with patch("service.webhooks.sender.post", receiver):
+        sender.start()
+        try:
+            wait_for(lambda: len(receiver.messages) == num, "all messages")
+        finally:
+            sender.close()
 
 
 def test_a_webhook_that_goes_meanwhile_does_not_refuse_a_line(

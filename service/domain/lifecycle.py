@@ -218,7 +218,7 @@ def end_attempt(
                 f"{job.spec.retry.max_failures}; the last one: {message}"
             )
             return finish(job, EndReason.RETRIES_EXHAUSTED, message, now, ended)
-        case Budget.FREE if num_free >= MAX_ATTEMPTS and reason is not EndReason.PAUSED:
+        case Budget.FREE if num_free >= MAX_ATTEMPTS and not job.pause_requested:
             message = (
                 f"gave up after {num_free} attempts in a row that ended without a fault of the "
                 f"job's own, the last one ({reason}): {message}"

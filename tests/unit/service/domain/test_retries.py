@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from service.domain import retries
-from service.domain.lifecycle import MAX_ATTEMPTS, decide, request_restart, start
+from service.domain.lifecycle import (
+    MAX_ATTEMPTS,
+    decide,
+    preempt,
+    request_pause,
+    request_restart,
+    start,
+)
 from service.domain.models import (
     Attempt,
     EndReason,
@@ -92,6 +99,17 @@ def test_what_never_gets_better_is_given_up_after_many_attempts_since_a_restart(
     assert "no_room): 2 of 3 hosts" in again.message
     restarted = request_restart(again, "step-1", 1, NOW).job
     assert restarted.queue_note.num_free is None
+
+
+def test_a_driver_that_pauses_unasked_is_given_up_and_one_that_was_asked_is_not() -> None:
+    job, attempt = live_job(queue_note=QueueState(num_free=MAX_ATTEMPTS - 1))
+    paused = reported(attempt, EndReason.PAUSED)
+    ended = decide(job, paused, FAILED, NOW).job
+    assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
+    asked = decide(request_pause(job, NOW, 120).job, paused, FAILED, NOW).job
+    assert (asked.status, asked.queue_note.num_free) == (JobStatus.PAUSED, None)
+    preempted = decide(preempt(job, queued_job(priority=5), NOW, 120).job, paused, FAILED, NOW).job
+    assert (preempted.status, preempted.queue_note.num_free) == (JobStatus.QUEUED, None)
 
 
 # ---- what the next attempt does otherwise

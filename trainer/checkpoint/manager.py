@@ -15,11 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import SavePlanner
 
 from trainer.checkpoint import save_load
@@ -62,9 +60,6 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
-# Hosts read and write at unequal speed, and waiting for storage that is away is no hang; a dead
-# peer is noticed at once.
-_STORAGE_TIMEOUT = timedelta(minutes=30)
 _BEAT_S = 5.0
 _SAVED = b'"kind":"checkpoint_committed"'
 
@@ -164,7 +159,7 @@ class CheckpointManager:
         self._emit = emit
         self._folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
         self.runs_dir = RunDir(config.run_dir).runs_dir
-        self.group = dist.new_group(backend="gloo", timeout=_STORAGE_TIMEOUT)
+        self.group = groups.long_timeout_group
         self._staging = Staging(groups)
         self._pending: PendingSave | None = None
         self.newest_commit: int | None = None

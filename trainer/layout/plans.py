@@ -35,6 +35,7 @@ from trainer.layout.workload import (
     SyncSums,
     Workload,
     planned,
+    ranks_per_host_anywhere,
     whole_loads,
     with_sync,
 )
@@ -412,11 +413,15 @@ def _name(candidate: Candidate) -> str:
 def topology_of(choice: Choice, site: PlanSite, spec: JobSpec) -> GroupTopology:
     """What TorchRec's planner is told of one sharding group of a layout."""
     cluster = site.cluster
+    size = choice.layout.shard_group_size
     per_host = {num for hosts in choice.group_hosts for num in Counter(hosts).values()}
+    ranks_per_host = per_host.pop() if len(per_host) == 1 else None
+    if choice.failure_domain == "replica_group":  # each group plans for itself
+        ranks_per_host = ranks_per_host_anywhere(size, cluster.gpus_per_host)
     free_bytes = max(0, int(cluster.hbm_bytes - cluster.process_bytes))
     return GroupTopology(
-        shard_group_size=choice.layout.shard_group_size,
-        ranks_per_host=per_host.pop() if len(per_host) == 1 else None,
+        shard_group_size=size,
+        ranks_per_host=ranks_per_host,
         device=cluster.device,
         memory_bytes=spec.resources.memory_bytes_per_worker or free_bytes,
         host_memory_bytes=site.host_memory_bytes,

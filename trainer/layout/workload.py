@@ -57,6 +57,13 @@ class GroupTopology(BaseModel, extra="forbid", frozen=True):
     inter_host_bytes_per_s: float
 
 
+def ranks_per_host_anywhere(size: int, gpus_per_host: int) -> int | None:
+    """`GroupTopology.ranks_per_host` of a sharding group that may lie anywhere, and has to be
+    planned as all others are: that of one alone on its hosts."""
+    most = min(size, gpus_per_host)
+    return None if size % most else most
+
+
 class TablePlacement(BaseModel, extra="forbid", frozen=True):
     """How one table is sharded; `ranks` are positions in the group, None for all of them.
 

@@ -22,13 +22,16 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 
+_LONG_TIMEOUT = timedelta(minutes=30)
+
 
 @dataclass(frozen=True)
 class MeshGroups:
     """The groups that this rank is a member of.
 
     `sharding_group` holds one copy of the tables over L ranks; `replica_group` joins the M ranks
-    that hold the same shard; `global_group` is everybody.
+    that hold the same shard; `global_group` is everybody, as is `long_timeout_group`, over gloo,
+    where waiting for a rank that plans, or for storage, is no hang. A dead peer is noticed at once.
     """
 
     rank: int
@@ -40,6 +43,7 @@ class MeshGroups:
     sharding_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
     global_group: dist.ProcessGroup
+    long_timeout_group: dist.ProcessGroup
 
     @property
     def layout(self) -> Layout:
@@ -104,14 +108,12 @@ def form_replica_levels(groups: MeshGroups) -> tuple[dist.ProcessGroup, ...]:
     return () if size is None else _form_host_groups(of_shards, size, groups)
 
 
-def form_node_groups(groups: MeshGroups) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def form_node_groups(groups: MeshGroups, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The groups that table-row-wise and grid sharding need. Collective over the global group.
 
-    (intra-host, cross-host): the ranks of this sharding group on one host, and those with the same
-    place on each host.
+    (intra-host, cross-host): the ranks of this sharding group on one host, which are planned to be
+    `size`, and those with the same place on each host.
     """
-    size = groups.ranks_per_host
-    assert size is not None, "the planner splits tables so where hosts hold equally many ranks"
     return _form_host_groups(groups.mesh.sharding_groups, size, groups)
 
 
@@ -166,6 +168,7 @@ def build_groups(
         sharding_group=sharding_group,
         replica_group=replica_group,
         global_group=world,
+        long_timeout_group=dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT),
     )
 
 

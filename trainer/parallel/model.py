@@ -63,7 +63,7 @@ from torchrec.distributed.types import (
 )
 
 from trainer.parallel.mesh import MeshGroups, form_node_groups
-from trainer.parallel.planner import place_plan, uses_node_groups
+from trainer.parallel.planner import node_size, place_plan
 from trainer.parallel.row_store import FlatRows, RowStore, weight_rows
 from trainer.spec.job import JobSpec
 
@@ -208,13 +208,13 @@ class MeshShardingEnv(ShardingEnv2D):
     host by host; a cluster promises no such thing.
     """
 
-    def __init__(self, groups: MeshGroups) -> None:
+    def __init__(self, groups: MeshGroups, node_size: int | None) -> None:
         super().__init__(
             sharding_pg=groups.sharding_group,
             replica_pg=groups.replica_group,
             global_pg=groups.global_group,
             device_mesh=groups.device_mesh,
-            node_group_size=groups.ranks_per_host,
+            node_group_size=node_size or groups.ranks_per_host,
             use_inter_host_allreduce=groups.layout.placement == "inter_host",
         )
         self._shard_of = {
@@ -277,13 +277,14 @@ class TwoDParallel(DistributedModelParallel):
         self._is_bf16 = spec.training.dense_precision == "bf16"
         accumulates = spec.training.accumulate_steps > 1
         at_sync = spec.parallelism.dense_policy == "at_sync"
-        if uses_node_groups(plan):
+        size = node_size(plan)
+        if size is not None:
             # TorchRec keeps one pair for the whole process and forms it, if there is none, from
             # rank arithmetic that only holds when ranks are numbered host by host.
-            comm._INTRA_PG_2D, comm._CROSS_PG_2D = form_node_groups(groups)
+            comm._INTRA_PG_2D, comm._CROSS_PG_2D = form_node_groups(groups, size)
         super().__init__(
             module,
-            env=MeshShardingEnv(groups),
+            env=MeshShardingEnv(groups, size),
             device=groups.device,
             plan=place_plan(plan, groups.sharding_placements),
             sharders=sharders,
@@ -337,11 +338,6 @@ class TwoDParallel(DistributedModelParallel):
     def embedding_kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """FBGEMM kernels that hold this rank's shards, in module order."""
         return [lookup._emb_module for lookup in _lookups(self._dmp_wrapped_module)]
-
-    @property
-    def has_caches(self) -> bool:
-        """Whether this rank has a table behind a cache."""
-        return any(kernel.lxu_cache_weights.numel() for kernel in self.embedding_kernels())
 
     def flush_caches(self) -> None:
         """Write cached rows to their tables, for who reads these as a whole."""

@@ -3,9 +3,9 @@
 The planner runs on rank 0 only and its answer, a plan or why there is none (`PlanError`), is
 given to all ranks: a rank that failed alone would leave the others waiting. All sharding groups
 get the same plan, so the topology describes the poorest worker of any group. Groups that are
-failure domains plan for themselves, at different times: they reckon with the bandwidths in the
-description of the cluster, which are the same for all. Plans number shards by position in the
-group; `place_plan` maps them to ranks.
+failure domains plan for themselves, at different times, wherever they lie: they reckon with the
+bandwidths and full hosts in the description of the cluster, which are the same for all. Plans
+number shards by position in the group; `place_plan` maps them to ranks.
 
 On GPUs a table may be in host memory with a cache of its rows in HBM (`fused_uvm_caching`). Where
 the spec leaves that open, TorchRec keeps in HBM what fits and shares what is left among the caches.
@@ -23,6 +23,7 @@ group*. It takes about 0.1 s on CPU.
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import itertools
 import logging
@@ -90,6 +91,7 @@ from trainer.layout.workload import (
     least_cached,
     rank_loads,
     rank_shares,
+    ranks_per_host_anywhere,
     table_load,
 )
 from trainer.parallel.mesh import MeshGroups
@@ -144,7 +146,14 @@ def make_plan(
             bandwidths = measure_bandwidths(groups)
         elif cluster is not None:
             bandwidths = Bandwidths.of(cluster.hbm_bytes_per_s, *cluster.host_links)
-    device_bytes, host_bytes = least_memory_bytes(groups)
+    size, ranks_per_host, num_on_host = groups.layout.shard_group_size, groups.ranks_per_host, 1
+    if spec.parallelism.failure_domain == "replica_group":
+        # Another group may be spread otherwise, as this one may be in another life; and others
+        # have their share of a host's memory.
+        most = cluster.gpus_per_host if cluster else size
+        ranks_per_host = ranks_per_host_anywhere(size, most)
+        num_on_host = min(most, spec.parallelism.world_size) if cluster else 1
+    device_bytes, host_bytes = least_memory_bytes(groups, num_on_host)
     device_bytes = spec.resources.memory_bytes_per_worker or device_bytes
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
@@ -153,15 +162,16 @@ def make_plan(
                 model,
                 spec,
                 table_sharders,
-                groups.layout.shard_group_size,
-                groups.ranks_per_host,
+                size,
+                ranks_per_host,
                 groups.device.type,
                 (device_bytes, host_bytes),
                 bandwidths,
             )
         except PlanError as error:  # the other ranks wait for an answer
             answer[0] = str(error)
-    dist.broadcast_object_list(answer, src=0, group=groups.global_group)
+    # Of a thousand tables and more that takes longer than a collective may.
+    dist.broadcast_object_list(answer, src=0, group=groups.long_timeout_group)
     if not isinstance(answer[0], ShardingPlan):
         raise PlanError(answer[0])
     for table, (_, share) in kernels_of(answer[0]).items():
@@ -232,7 +242,7 @@ def _search(
         topology=topology,
         batch_size=batch_size,
         constraints=constraints,
-        enumerator=EmbeddingEnumerator(topology, batch_size, constraints, estimators),
+        enumerator=Enumerator(topology, batch_size, constraints, estimators),
         proposer=proposers,
         # The topology is what our own reservation leaves: TorchRec's spares GPUs only.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
@@ -283,6 +293,18 @@ class _Shard(Shard):
 
     def __deepcopy__(self, memo: object) -> _Shard:
         return _Shard(self.size, self.offset, self.storage, self.perf, self.rank)
+
+
+class Enumerator(EmbeddingEnumerator):
+    """TorchRec's, with the ways of a table in the order of its constraints: the stock order is that
+    of a set of strings, another in each process, and decides between ways that are equally good."""
+
+    def _filter_sharding_types(self, name: str, *args: Any) -> list[str]:
+        found = super()._filter_sharding_types(name, *args)
+        return sorted(found, key=self._constraints[name].sharding_types.index)
+
+    def _filter_compute_kernels(self, name: str, *args: Any) -> list[str]:
+        return sorted(super()._filter_compute_kernels(name, *args))
 
 
 class PerfEstimator(ShardEstimator):
@@ -383,7 +405,7 @@ def table_constraints(
             compute_kernels=_KERNELS[kernel],
             cache_params=None if kernel == "fused" else cache_params(spec, table),
             min_partition=table.constraints.min_partition,
-            pooling_factors=[table.constraints.pooling_factor or 1.0] * len(features),
+            pooling_factors=spec.lookups_per_row(table),
             is_weighted=any(f.weights_column for f in features if not f.is_sequence),
         )
     return constraints
@@ -482,15 +504,28 @@ def place_plan(plan: ShardingPlan, placements: Sequence[str]) -> ShardingPlan:
     return placed
 
 
-def uses_node_groups(plan: ShardingPlan) -> bool:
-    """Whether any table is split over the ranks of a host."""
-    return any(p.sharding_type in _NODE_SHARDING_TYPES for p in _parameters(plan).values())
+def node_size(plan: ShardingPlan) -> int | None:
+    """Over how many ranks of a host tables are split, the same for all; None where none is so."""
+    return next(
+        (
+            len({shard.shard_offsets[0] for shard in _shards(each)})
+            for each in _parameters(plan).values()
+            if each.sharding_type in _NODE_SHARDING_TYPES
+        ),
+        None,
+    )
 
 
 def table_plans(plan: ShardingPlan, spec: JobSpec) -> list[events.TablePlan]:
     """How each table is sharded, in spec order, with positions inside the sharding group."""
     parameters = _parameters(plan)
     return [_table_plan(table, parameters[table.name], spec) for table in spec.embedding_tables]
+
+
+def plans_digest(tables: Sequence[events.TablePlan]) -> str:
+    """A checksum of which rows and columns of which tables each rank of a sharding group holds."""
+    decisive = [each.model_dump_json() for each in tables]
+    return hashlib.sha256("".join(decisive).encode()).hexdigest()
 
 
 def kernels_of(plan: ShardingPlan) -> dict[str, tuple[str, float]]:
@@ -714,14 +749,15 @@ def topology_of(
     )
 
 
-def least_memory_bytes(groups: MeshGroups) -> tuple[int, int]:
+def least_memory_bytes(groups: MeshGroups, num_on_host: int = 1) -> tuple[int, int]:
     """Least memory of any worker: of its device, and of its host. Collective over the global group.
 
-    On CPUs these are the same.
+    On CPUs these are the same. A host is shared by those of `groups`, or by `num_on_host` workers.
     """
     # Of its host's memory it has a share.
     sites, own = groups.sites, groups.sites[groups.rank].host
-    host_bytes = host_memory_bytes()[0] // sum(site.host == own for site in sites)
+    num_on_host = max(num_on_host, sum(site.host == own for site in sites))
+    host_bytes = host_memory_bytes()[0] // num_on_host
     mine = host_bytes, host_bytes
     if groups.device.type == "cuda":
         # What NCCL, the dense part and others hold is gone. Groups that plan for themselves must

@@ -191,12 +191,16 @@ class JobSections(SpecModel):
 
         Sequences count in full, pooled lists with the table's `pooling_factor`.
         """
-        factor = table.constraints.pooling_factor or 1.0
-        per_row = sum(
-            feature.length_limit if feature.type in ("id", "sequence") else factor
-            for feature in self.features_of_tables.get(table.name, ())
-        )
+        per_row = sum(self.lookups_per_row(table))
         return ceil(self.data.batch_size * self.parallelism.world_size * per_row)
+
+    def lookups_per_row(self, table: EmbeddingTableSpec) -> list[float]:
+        """What each feature of a table looks up for one row of data, counted likewise."""
+        factor = table.constraints.pooling_factor or 1.0
+        return [
+            float(each.length_limit) if each.type in ("id", "sequence") else factor
+            for each in self.features_of_tables.get(table.name, ())
+        ]
 
     @cached_property
     def features_of_tables(self) -> dict[str, list[FeatureSpec]]:

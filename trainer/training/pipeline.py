@@ -32,6 +32,7 @@ from torchrec.distributed.types import Awaitable, ShardedModule
 from trainer.data.batches import Batch
 from trainer.models.sparse import unweighted
 from trainer.parallel.model import TwoDParallel
+from trainer.parallel.planner import kernels_of
 from trainer.training.profiling import PhaseTimes
 
 logger = logging.getLogger(__name__)
@@ -261,7 +262,9 @@ class StepPipeline:
         for forward in self._forwards:
             forward.given = []
         found = self._model(batch)
-        if self._model.has_caches and any(len(f.given or ()) > 1 for f in self._forwards):
+        # By the plan, which all ranks have: one that went on alone would wait for the others.
+        has_caches = any(share < 1 for _, share in kernels_of(self._model.group_plan).values())
+        if has_caches and any(len(f.given or ()) > 1 for f in self._forwards):
             raise ValueError(
                 "a table collection is called more than once in a step, and a table is cached in "
                 "GPU memory: a later call may move rows that the backward pass of an earlier one "

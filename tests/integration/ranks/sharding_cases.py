@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,10 +23,20 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.types import DataType
 
 from tests.harness.small_model import dlrm_spec, form_groups, random_ids
+from tests.harness.wait import scaled
+from trainer.layout.cost import cpu_cluster
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
+from trainer.parallel import planner
+from trainer.parallel.mesh import build_groups
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
-from trainer.parallel.planner import PlanError, make_plan, measure_bandwidths, table_plans
+from trainer.parallel.planner import (
+    PlanError,
+    make_plan,
+    measure_bandwidths,
+    plan_group,
+    table_plans,
+)
 from trainer.parallel.sharding import sharders
 from trainer.parallel.sync import build_sync
 from trainer.protocol import events
@@ -43,7 +55,10 @@ BATCH_SIZE = 6
 
 @dataclass(frozen=True)
 class ShardingCase:
-    """One training run; `hosts[r]` is where rank r runs."""
+    """One training run; `hosts[r]` is where rank r runs.
+
+    With `num_worlds` this is one of so many groups, each a world of its own, on hosts of two.
+    """
 
     world_size: int
     shard_group_size: int
@@ -63,6 +78,7 @@ class ShardingCase:
     moment_scale: float | str = "auto"
     dense: str = "every_step"
     dense_optimizer: str = "sgd"
+    num_worlds: int = 1
 
     @property
     def sites(self) -> list[WorkerSite]:
@@ -83,13 +99,13 @@ class ShardingCase:
         }
         sync = {"every_steps": self.sync_every, "optimizer_state": self.optimizer_state}
         parallelism = {
-            "workers": self.world_size,
+            "workers": self.world_size * self.num_worlds,
             "shard_group_size": self.shard_group_size,
             "placement": self.placement,
             "planner": {"bandwidths": "default"},
             "moment_scale": self.moment_scale,
             "dense": self.dense,
-            "sync": sync if self.world_size > self.shard_group_size else None,
+            "sync": sync if self.world_size * self.num_worlds > self.shard_group_size else None,
             "all_to_all": {"forward": self.all_to_all, "backward": self.all_to_all},
         }
         features = [self._pooled_feature(name) for name in POOLED]
@@ -226,6 +242,19 @@ def refusals(cases: list[ShardingCase]) -> list[str]:
     return messages
 
 
+def plan_slowly(case: ShardingCase) -> int:
+    """How many tables the plan has of a planner that takes longer than a collective may."""
+
+    def slow(*args: Any) -> ShardingPlan:
+        time.sleep(scaled(3))
+        return plan_group(*args)
+
+    groups = build_groups(case.mesh.layout, torch.device("cpu"), scaled(1))
+    with patch.object(planner, "plan_group", slow):
+        plan = make_plan(Lookups(case), case.spec, groups, sharders(case.spec))
+    return len(table_plans(plan, case.spec))
+
+
 def start(case: ShardingCase) -> dict[str, Any]:
     """What this rank holds and measures before the first step, and how long it waits for others."""
     torch.manual_seed(dist.get_rank())  # ranks must start equal even when their generators differ
@@ -245,7 +274,8 @@ def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:
     spec, groups = case.spec, form_groups(case)
     table_sharders = sharders(spec)
     module = Lookups(case)
-    plan = make_plan(module, spec, groups, table_sharders)
+    cluster = cpu_cluster(2, 2**30) if case.num_worlds > 1 else None
+    plan = make_plan(module, spec, groups, table_sharders, cluster)
     return TwoDParallel(module, groups, plan, table_sharders, spec), plan
 
 

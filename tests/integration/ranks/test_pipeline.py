@@ -17,7 +17,6 @@ from tests.harness.sessions import make_config, open_session, snapshot, told
 from tests.integration.ranks.test_dynamic_ids import DYNAMIC
 from trainer.coordination.messages import Lease
 from trainer.data.batches import Batch, LeaseBatches
-from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sharding import ids_by_table
 from trainer.protocol.events import Metrics
 from trainer.protocol.worker_config import WorkerConfig
@@ -218,7 +217,9 @@ def train_called_twice(config: WorkerConfig, has_caches: bool) -> str:
     network = session.model.module.network
     (collection,) = _sharded_modules(session.model.module)
     network.register_forward_pre_hook(lambda _, args: collection(args[1]) and None)
-    with patch.object(TwoDParallel, "has_caches", has_caches):
+    # By the plan: this rank itself holds no cache.
+    kernels = {"movies": ("fused_uvm_caching", 0.2 if has_caches else 1.0)}
+    with patch.object(pipeline, "kernels_of", lambda _: kernels):
         try:
             train(session)
         except ValueError as error:

@@ -16,6 +16,7 @@ from tests.integration.ranks.sharding_cases import (
     TABLES,
     Reference,
     ShardingCase,
+    plan_slowly,
     refusals,
     start,
     train_sharded,
@@ -104,6 +105,14 @@ def test_two_replicas_equal_the_reference_for_every_type(
     _check(_every_type(case, pairs))
 
 
+def test_a_group_that_lies_elsewhere_than_planned_equals_the_reference() -> None:
+    elsewhere = {"placement": "inter_host", "hosts": "aaab", "num_worlds": 2}
+    case = ShardingCase(4, 4, dense="at_sync", moment_scale=1.0, sync_every=9, **elsewhere)
+    for result in _check(_every_type(case, PAIRS[-2:])):
+        (users, *_) = result["plans"]
+        assert [each.row_offset for each in users.shards[:2]] == [0, 19], "two ranks of a host"
+
+
 # The copies differ between syncs, and when the last steps are not synced.
 APART = ShardingCase(4, 2, sequence="table_wise", sync_every=3, num_steps=5)
 
@@ -156,6 +165,10 @@ def test_every_rank_learns_why_there_is_no_plan() -> None:
     assert ranks == [ranks[0]] * 3
     assert "'movies'" in too_large and "shard_group_size" in too_large
     assert "table_row_wise needs equally many ranks" in unequal_hosts
+
+
+def test_planning_may_take_longer_than_a_collective() -> None:
+    assert run_ranks(plan_slowly, 2, ShardingCase(2, 2, hosts="aa")) == [len(TABLES)] * 2
 
 
 def test_all_copies_start_equal_know_the_same_and_wait_no_half_an_hour() -> None:

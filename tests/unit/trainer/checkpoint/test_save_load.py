@@ -27,7 +27,7 @@ def _groups(layout: Layout) -> list[MeshGroups]:
     sites = tuple(WorkerSite(r, f"host-{r // 2}", r % 2, 0) for r in range(layout.world_size))
     mesh, cpu, timeout = MeshLayout.build(layout, sites), torch.device("cpu"), timedelta(0)
     return [
-        MeshGroups(rank, mesh, sites, cpu, timeout, NONE, NONE, NONE, NONE)
+        MeshGroups(rank, mesh, sites, cpu, timeout, NONE, NONE, NONE, NONE, NONE)
         for rank in range(layout.world_size)
     ]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from types import SimpleNamespace
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -18,24 +18,26 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 
 from tests.harness.builders import spec_document
 from trainer.layout.cost import cpu_cluster
-from trainer.layout.layout import Layout
+from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.parallel import planner
 from trainer.parallel.group_planner import group_plan, tables_of
-from trainer.parallel.mesh import ranks_per_host, replicas_per_level
+from trainer.parallel.mesh import MeshGroups, ranks_per_host, replicas_per_level
 from trainer.parallel.planner import (
     Bandwidths,
     PlanError,
     group_plan_of,
+    least_memory_bytes,
     make_plan,
     median_bandwidths,
     narrowed,
+    node_size,
     obstacle,
     partners,
     place_plan,
+    plans_digest,
     table_constraints,
     table_plans,
-    uses_node_groups,
 )
 from trainer.parallel.sharding import sharders
 from trainer.spec import validate_spec
@@ -72,8 +74,7 @@ def test_types_that_split_over_a_host_need_equal_hosts_and_enough_rows(sharding_
     assert obstacle(sharding_type, table, spec, ranks_per_host=2) is None
     assert "each host" in (obstacle(sharding_type, table, spec, ranks_per_host=None) or "")
     assert "5 rows" in (obstacle(sharding_type, table, spec, ranks_per_host=4) or "")
-    assert uses_node_groups(_plan(sharding_type, _halves()))
-    assert not uses_node_groups(_plan("row_wise", _halves())), "it needs no equal hosts"
+    assert node_size(_plan("row_wise", _halves())) is None, "it needs no equal hosts"
 
 
 def test_impossible_types_are_left_out_and_a_table_without_any_other_is_refused() -> None:
@@ -275,7 +276,7 @@ def test_medians_count_only_the_workers_that_could_measure() -> None:
     assert [links.get_bw(n, 4, CollectiveType.ALL_REDUCE) for n in (4, 2)] == [8.0, 2.0]
 
 
-def test_independent_groups_plan_alike_whatever_one_of_them_would_measure() -> None:
+def test_independent_groups_plan_alike_wherever_they_lie_and_whatever_they_would_measure() -> None:
     tables = {
         f"t{i}": {"num_embeddings": 1000 - 100 * i, "constraints": {"pooling_factor": factor}}
         for i, factor in enumerate((1, 20, 5, 1))
@@ -283,27 +284,60 @@ def test_independent_groups_plan_alike_whatever_one_of_them_would_measure() -> N
     whole = _spec_of_tables(tables, 2)
     one_of_two = _spec_of_tables(tables, 4, shard_group_size=2, placement="inter_host")
     assert one_of_two.parallelism.failure_domain == "replica_group"
-    groups: Any = SimpleNamespace(
-        rank=0,
-        ranks_per_host=2,
-        device=torch.device("cpu"),
-        layout=Layout(2, 2, "inter_host"),
-        global_group=None,
-    )
 
-    def types(spec: JobSpec, measured: Bandwidths) -> list[str]:
+    def plan(spec: JobSpec, measured: Bandwidths, hosts: str = "aa") -> str:
+        sites = tuple(WorkerSite(rank, host, 0, 0) for rank, host in enumerate(hosts))
+        groups = _one_group(sites)
         with (
             patch.object(planner, "measure_bandwidths", lambda _: measured),
-            patch.object(planner, "least_memory_bytes", lambda _: (8 * GB, 8 * GB)),
+            patch.object(planner, "host_memory_bytes", lambda: (32 * GB, 0)),
+            patch.object(planner.dist, "all_gather_object"),
             patch.object(planner.dist, "broadcast_object_list"),
         ):
-            cluster = cpu_cluster(2, 8 * GB)
-            plan = make_plan(tables_of(spec), spec, groups, sharders(spec), cluster)
-        return [table.sharding_type for table in table_plans(plan, spec)]
+            found = make_plan(tables_of(spec), spec, groups, sharders(spec), cpu_cluster(2, 8 * GB))
+        return plans_digest(table_plans(found, spec))
 
-    fast_memory, fast_links = Bandwidths(4e7, 1e6), Bandwidths(1e7, 4e6)
-    assert types(whole, fast_memory) != types(whole, fast_links)
-    assert types(one_of_two, fast_memory) == types(one_of_two, fast_links)
+    fast_memory, fast_links = Bandwidths(4e7, 1e6, 1e6), Bandwidths(1e7, 4e6, 4e3)
+    assert plan(whole, fast_memory) != plan(whole, fast_links)
+    assert plan(whole, fast_links) != plan(whole, fast_links, "ab")
+    assert plan(one_of_two, fast_memory) == plan(one_of_two, fast_links, "ab")
+
+
+def _one_group(sites: tuple[WorkerSite, ...]) -> MeshGroups:
+    """The world of one sharding group, seen by its first rank."""
+    mesh = MeshLayout.build(Layout(len(sites), len(sites), "inter_host"), sites)
+    none = [cast("Any", None)] * 5
+    return MeshGroups(0, mesh, sites, torch.device("cpu"), timedelta(0), *none)
+
+
+def test_a_workers_share_of_a_host_is_that_of_a_host_that_other_groups_fill() -> None:
+    sites = tuple(WorkerSite(rank, "a", rank, 0) for rank in range(2))
+    with (
+        patch.object(planner, "host_memory_bytes", lambda: (32 * GB, 0)),
+        patch.object(planner.dist, "all_gather_object"),
+    ):
+        assert least_memory_bytes(_one_group(sites)) == (16 * GB, 16 * GB)
+        assert least_memory_bytes(_one_group(sites), num_on_host=8) == (4 * GB, 4 * GB)
+
+
+def test_of_ways_that_are_equally_good_a_table_gets_the_one_that_its_constraints_name_first() -> (
+    None
+):
+    for types in (["table_wise", "column_wise"], ["column_wise", "table_wise"]):
+        spec = _spec(2, rows=1000, sharding_types=types, min_partition=8)
+        assert _types(_plan_on("cpu", spec, GB)) == {"movies": types[0]}
+
+
+def test_a_sequence_is_planned_with_as_many_lookups_as_it_may_be_long() -> None:
+    table = {"num_embeddings": 100, "embedding_dim": 8, "constraints": {"pooling_factor": 7.5}}
+    types = {"history": "sequence", "last": "id", "tags": "id_list"}
+    features = [{"name": name, "type": kind, "table": name} for name, kind in types.items()]
+    features[0]["max_length"] = 30
+    tables = [{"name": name} | table for name in types]
+    document = spec_document(features=[*features, {"name": "age", "type": "dense"}])
+    spec = validate_spec(document | {"embedding_tables": tables})
+    found = table_constraints(spec, ranks_per_host=2)
+    assert [found[name].pooling_factors for name in types] == [[30.0], [1.0], [7.5]]
 
 
 def test_ranks_per_host_is_one_number_only_when_all_groups_are_spread_alike() -> None:

@@ -161,7 +161,9 @@ class CoordinatorClient:
         self.on_refusal: Callable[[str], None] | None = None
         """Called on another thread when this life of the group is over, even if the rank hangs."""
 
-    def join(self, standing: GroupState, origin: str, ledger: Ledger, donor: str) -> Welcome:
+    def join(
+        self, standing: GroupState, origin: str, ledger: Ledger, donor: str, plan: str = ""
+    ) -> Welcome:
         """Say who this rank is and what it holds; may be said again before the first `arrive`.
 
         All ranks of its group say the same. Raises `Refused` or `CoordinatorLost`.
@@ -176,6 +178,7 @@ class CoordinatorClient:
             origin=origin,
             standing=standing,
             ledger=ledger,
+            plan=plan,
         )
         return self._answer_to(hello, Welcome)
 

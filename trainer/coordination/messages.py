@@ -172,7 +172,8 @@ class Hello(Message):
 
     An agent speaks for all `ranks` of its group, a rank for itself alone. `incarnation` counts the
     lives of a group: a newer one fences the older. `origin` names the state that an `initial` group
-    starts from. `leases` are those that the group holds.
+    starts from. `leases` are those that the group holds. `plan` is a checksum of which rows of
+    which tables each of its ranks holds: copies that differ in it cannot be averaged.
     """
 
     kind: Literal["hello"] = "hello"
@@ -188,6 +189,7 @@ class Hello(Message):
     )
     round: Count = Field(default=0, description="The highest round that this group was in.")
     generation: Count = Field(default=0, description="The highest generation that it was in.")
+    plan: str = ""
 
 
 class Welcome(Message):

@@ -51,6 +51,7 @@ from trainer.failures import NonFiniteLoss
 from trainer.layout.layout import Layout
 from trainer.parallel.collectives import Part, reduce_parts
 from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.planner import plans_digest
 from trainer.parallel.sync import exact_sync
 from trainer.protocol.events import GroupState
 from trainer.protocol.run_dir import AttemptDir
@@ -190,7 +191,8 @@ class GroupSession(Session):
         self.speed.restart()
 
     def _join(self, standing: GroupState, origin: str = "") -> Welcome:
-        welcome = self.client.join(standing, origin, self.ledger, self.group_sync.donor)
+        plan = plans_digest(self.table_plans)
+        welcome = self.client.join(standing, origin, self.ledger, self.group_sync.donor, plan)
         if welcome.rows not in ("", self.rows):
             self._unlike_data = (
                 f"the training data in {self.train_source.folder} is not what this run began with "

@@ -63,13 +63,14 @@ class Superseded(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows [n, ...] of a shard; they have the numbers from `first` on.
+    """Rows [n, ...] of a shard; they have the numbers from `first` on. `place` says of what.
 
     A row's moments have other numbers than its weights: a commit may be about one of them alone.
     """
 
     store: RowStore
     first: int
+    place: str = ""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -101,7 +102,11 @@ def pieces_of(numbers: RowNumbers) -> list[Piece]:
     Rows have their numbers for the weights; those for the moments follow after all of these.
     """
     return [
-        Piece(store, first if store is shard.rows[0] else numbers.num_rows + first)
+        Piece(
+            store,
+            first if store is shard.rows[0] else numbers.num_rows + first,
+            f"{shard.table}[{shard.row_offset}, {shard.column_offset}]",
+        )
         for shard, first in zip(numbers.shards, numbers.first, strict=True)
         for store in shard.rows
         if store.tensor.numel()
@@ -209,8 +214,8 @@ class PeerCopyError(Exception):
     """A donor's shard is not the joiner's: other tables, sizes, or rank."""
 
 
-PieceLayout = tuple[tuple[int, ...], str]
-"""Shape and dtype of one piece."""
+PieceLayout = tuple[str, tuple[int, ...], str]
+"""Place, shape and dtype of one piece."""
 
 
 class DonorHeader(Message):
@@ -224,7 +229,7 @@ class DonorHeader(Message):
 
 def layout_of(pieces: Sequence[Piece]) -> tuple[PieceLayout, ...]:
     """Layout of the pieces, which must be the same on both sides."""
-    return tuple((tuple(piece.tensor.shape), str(piece.tensor.dtype)) for piece in pieces)
+    return tuple((each.place, tuple(each.tensor.shape), str(each.tensor.dtype)) for each in pieces)
 
 
 class DonorServer:

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,14 @@ def test_nothing_is_taken_from_who_only_listens(servers: list[DonorServer]) -> N
     _assert_equal(ours, before)
 
 
-def test_another_shard_is_refused(servers: list[DonorServer]) -> None:
-    joiner = _joiner(_numbers(num_rows=49))
+@pytest.mark.parametrize(
+    ("num_rows", "change"), [(49, {}), (50, {"table": "another"}), (50, {"row_offset": 50})]
+)
+def test_another_shard_is_refused(
+    servers: list[DonorServer], num_rows: int, change: dict[str, Any]
+) -> None:
+    (shard,) = _numbers(num_rows).shards
+    joiner = _joiner(RowNumbers([replace(shard, **change)], CPU))
     address = _serve(servers, _numbers())
     with pytest.raises(PeerCopyError, match="all groups of a job must be planned alike"):
         for _ in range(int(DEADLINE_S * 100)):

@@ -114,9 +114,9 @@ class Group:
         return self.request
 
     @property
-    def origin(self) -> tuple[int, str]:
-        """The state that it starts from: number of commits, and name."""
-        return self.hello.ledger.commit, self.hello.origin
+    def origin(self) -> tuple[int, str, str]:
+        """The state that it starts from: number of commits, name, and where its rows are."""
+        return self.hello.ledger.commit, self.hello.origin, self.hello.plan
 
     @property
     def hosts(self) -> list[str]:

@@ -407,9 +407,11 @@ class SyncRounds:
 
     def open(self, groups: Sequence[Group], starts: Sequence[Group], now: float) -> None:
         """Open a round of groups that are ready, of which `starts` begin the run."""
+        donors = starts or [g for g in groups if g.is_current]
+        groups = self._planned_alike(groups, donors, now)
         # Whose copy is whole, and has missed no round, is exact once this one commits.
         joining = {g for g in groups if g in starts or (g.copy == "live" and g.arrival.has_copied)}
-        donors, present = starts or [g for g in groups if g.is_current], self._groups.present
+        present = self._groups.present
         listeners = [group for group in groups if not group.is_current and group not in starts]
         for group in listeners:
             group.standing = "listening"
@@ -435,6 +437,20 @@ class SyncRounds:
             self._effects.append(group.answer(opened.message_for(group)))
             group.round, group.vote_due_at = opened.number, math.inf
         self._emit_membership(now)
+
+    def _planned_alike(
+        self, groups: Sequence[Group], copies: Sequence[Group], now: float
+    ) -> Sequence[Group]:
+        """The groups whose ranks hold the same rows as the `copies`; the others are lost."""
+        unlike = [g for g in groups if copies and g.hello.plan != copies[0].hello.plan]
+        for group in unlike:
+            message = (
+                f"its tables are sharded otherwise than those of group {copies[0].group}, so that "
+                "averages would mix their rows. Its hosts may have other memory: set "
+                "resources.memory_bytes_per_worker, or allow one sharding type for each table"
+            )
+            self.lose(group, "other_plan", message, now)
+        return [group for group in groups if group not in unlike] if unlike else groups
 
     def repeat(self, group: Group) -> bool:
         """Tell a group again of the open round, where it has not voted on it; whether it was so."""

@@ -652,6 +652,23 @@ def test_a_listener_without_a_donor_ends():
     world.check_rows()
 
 
+def test_whose_tables_are_sharded_otherwise_is_lost_before_anything_is_averaged_with_it():
+    world = World(3)
+    world.tend()
+    for commit in (2, 4):  # beside others that begin, and beside such that train
+        odd = world.groups[0]
+        odd.hello = odd.hello.model_copy(update={"plan": "another"})
+        odd.connect()
+        world.run_to_commit(commit)
+        assert odd.is_fenced and odd.round is None
+        world.kill(0)
+        world.start_group(0)
+    lost = world.told("group_lost")
+    assert [(each.group, each.reason) for each in lost] == [(0, "other_plan")] * 2
+    world.run_to_end()
+    world.check_rows()
+
+
 def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
     world = running()
     world.want(0, 2, leaving={1: "resize"})

@@ -1,7 +1,6 @@
 # Everything starts here: `make demo` shows it working, `make test` tests it.
 # Each target sets up .venv by itself if it needs one; a second run starts at once.
-#   STACK=cpu|gpu     which torch stack to install (default: gpu where nvidia-smi finds one); the other one
-#                     makes .venv anew
+#   STACK=cpu|gpu     which torch stack to install (default: gpu where nvidia-smi finds one)
 #   DATA=DIR          MovieLens csv folder for the demo
 #   WAIT=0            end the demo when the job has ended
 #   TESTS=PATH        files or folders of tests that `make test` runs

@@ -40,8 +40,8 @@ else
     # Packages of both stacks have the same files.
     case $stack in cpu) other=gpu ;; *) other=cpu ;; esac
     if [ -e ".venv/.installed-$other" ]; then
-        echo ".venv has the $other stack: it is made anew"
-        rm -rf .venv
+        echo ".venv has the $other stack: go on with it by STACK=$other, or remove .venv first" >&2
+        exit 1
     fi
     [ -x "$python" ] || "${PYTHON:-python3}" -m venv .venv
     pip_install uv || echo "uv cannot be had here: pip does it, and takes some minutes more"

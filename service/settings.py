@@ -203,7 +203,7 @@ class Settings(BaseSettings):
     # ---- HTTP
     allowed_hosts: Annotated[list[str], _Json] = []
     """Names in the Host header that are answered, beside the loopback ones; with `auth=required`
-    any, if none is given or the request has a key."""
+    any, if none is given or the request has a key, or is a driver's first."""
     allowed_origins: Annotated[list[str], _Json] = []
     """Sites whose pages may call the API, as in https://tools.example."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)

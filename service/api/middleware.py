@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service import errors
 from service.api.errors import answer_error
 from service.auth.crypto import MasterKeys
-from service.auth.permissions import RULES
+from service.auth.permissions import CLAIM_PATH, RULES
 from service.auth.permissions import Scope as RuleScope
 from service.db.idempotency import IdempotencyStore
 from service.domain.auth import Principal
@@ -172,7 +172,7 @@ class TrustedHostMiddleware:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = None if scope["type"] == "lifespan" else self._refusal(Headers(scope=scope))
+        error = None if scope["type"] == "lifespan" else self._refusal(scope)
         is_probe = error is not None and scope["path"] in _PROBES
         if is_probe:
             scope.setdefault("state", {})[UNTRUSTED] = True
@@ -183,11 +183,12 @@ class TrustedHostMiddleware:
         else:
             await refuse(error, scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> errors.ServiceError | None:
+    def _refusal(self, scope: Scope) -> errors.ServiceError | None:
         """Why a request with these headers is not served, unless it is a probe."""
+        headers = Headers(scope=scope)
         host = headers.get("host", "")
         has_key = headers.get("authorization", "").lower().startswith("bearer ")
-        if not self._is_trusted(host, has_key):
+        if not self._is_trusted(host, has_key or scope["path"] == CLAIM_PATH):
             return errors.ForeignHost(host)
         is_proxied = any(name in headers for name in _PROXY_HEADERS)
         return errors.BehindProxy() if is_proxied and self._settings.auth != "required" else None
@@ -195,8 +196,8 @@ class TrustedHostMiddleware:
     def _is_trusted(self, host: str, has_key: bool) -> bool:
         """Whether a Host header names us.
 
-        If auth is `required`, any does where there is no list, or with a key: drivers and
-        Prometheus have names of their own for us, and no browser sends a key by itself.
+        If auth is `required`, any does where there is no list, or with a key or a driver's claim:
+        drivers and Prometheus have names of their own for us, and no browser sends these by itself.
         """
         try:
             name = urlsplit(f"//{host}").hostname or ""

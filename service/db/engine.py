@@ -257,8 +257,9 @@ _POSTGRESQL_OPTIONS = {
     "options": (
         "-c statement_timeout=60s -c lock_timeout=10s -c idle_in_transaction_session_timeout=60s"
     ),
+    # That a network drops packets is noticed after 15 minutes otherwise. The last one is in ms.
     "keepalives_idle": 15,
-    # Milliseconds. That a network drops packets is noticed after 15 minutes otherwise.
+    "keepalives_interval": 5,
     "tcp_user_timeout": 20_000,
     "application_name": "shardloom",
 }

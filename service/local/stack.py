@@ -13,6 +13,7 @@ machine, but Ray, and so every job, takes them for different hosts.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -339,7 +340,9 @@ class LocalStack:
             return {}
         values = {variables[name]: getattr(settings, name) for name in given}
         found = {name: str(value) for name, value in values.items() if isinstance(value, Path)}
-        if file := re.fullmatch("sqlite:///([^/:].*)", settings.database_url):
+        if roots := settings.storage_roots:
+            found["SHARDLOOM_STORAGE_ROOTS"] = json.dumps([str(root) for root in roots])
+        if file := re.fullmatch("sqlite:///((?!file:)[^/:].*)", settings.database_url):
             found["SHARDLOOM_DATABASE_URL"] = f"sqlite:///{Path(file[1]).absolute()}"
         return found
 

@@ -60,15 +60,16 @@ class WebhookSender:
     async def _serve(self) -> None:
         closed = asyncio.create_task(asyncio.to_thread(self._closing.wait))
         while not self._closing.is_set():
+            before = {*self._tasks}
             try:
                 await self.poll()
             except ServiceError as error:
                 logger.warning("webhooks are delayed: %s", error)
             except Exception:  # the loop must outlive any failed poll
                 logger.exception("polling the webhook outbox failed, trying again")
-            # After each delivery there is room for another one.
+            # After each delivery, also one that ended during the poll, there is room for another.
             await asyncio.wait(
-                {closed, *self._tasks},
+                {closed, *before, *self._tasks},
                 timeout=self.settings.webhook_poll_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )

@@ -124,6 +124,8 @@ def test_allowed_hosts_are_answered_for_in_any_case_and_loopback_beside_them(
     # Drivers and Prometheus call it otherwise; a page that rebinds its name has no key.
     inside = {"Host": "shardloom.ml.svc:8700"}
     assert house.send("GET", "/v1/jobs", "viewer", headers=inside).status_code == 200
+    claim = house.http.post("/v1/attempts:claim", headers=inside, json={})
+    assert claim.status_code == 422, "a driver's first request, which has its code in the body"
     for headers in ({}, {"Authorization": "Basic eDp5"}):
         problem_in(house.http.get("/v1/jobs", headers=inside | headers), 421, "foreign_host")
 

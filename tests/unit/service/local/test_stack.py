@@ -275,11 +275,12 @@ def test_relative_paths_of_settings_are_those_of_the_folder_where_the_stack_is_s
     started = Mock(return_value=THIS_PROCESS)
     monkeypatch.setattr(LocalStack, "spawn", started)
     given = {"RUNS_DIR": "runs", "CHECKPOINT_ROOT": "s3://bucket/x", "SSL_KEYFILE": "/key.pem"}
-    given["DATABASE_URL"] = "sqlite:///x.db"
+    given |= {"DATABASE_URL": "sqlite:///x.db", "STORAGE_ROOTS": '["data", "s3://bucket"]'}
     environment = {f"SHARDLOOM_{name}": value for name, value in given.items()}
     LocalStack(home, environment)._launch_service(keep_stack(home), 8700)
     sent = started.call_args.args[2]
     here = {"RUNS_DIR": f"{tmp_path}/runs", "DATABASE_URL": f"sqlite:///{tmp_path}/x.db"}
+    here["STORAGE_ROOTS"] = f'["{tmp_path}/data", "s3://bucket"]'
     assert {name: sent[f"SHARDLOOM_{name}"] for name in given} == given | here
     with_fault = {"SHARDLOOM_RUNS_DIR": "runs", "SHARDLOOM_AUTH": "any"}
     LocalStack(home, with_fault)._launch_service(keep_stack(home), 8700)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 from unittest.mock import patch
@@ -284,6 +285,8 @@ def test_independent_groups_plan_alike_wherever_they_lie_and_whatever_they_would
     whole = _spec_of_tables(tables, 2)
     one_of_two = _spec_of_tables(tables, 4, shard_group_size=2, placement="inter_host")
     assert one_of_two.parallelism.failure_domain == "replica_group"
+    rates = {"intra_host_bytes_per_s": 4e9, "inter_host_bytes_per_s": 4e6}
+    cluster = replace(cpu_cluster(2, 8 * GB), hbm_bytes_per_s=1e10, **rates)
 
     def plan(spec: JobSpec, measured: Bandwidths, hosts: str = "aa") -> str:
         sites = tuple(WorkerSite(rank, host, 0, 0) for rank, host in enumerate(hosts))
@@ -294,7 +297,7 @@ def test_independent_groups_plan_alike_wherever_they_lie_and_whatever_they_would
             patch.object(planner.dist, "all_gather_object"),
             patch.object(planner.dist, "broadcast_object_list"),
         ):
-            found = make_plan(tables_of(spec), spec, groups, sharders(spec), cpu_cluster(2, 8 * GB))
+            found = make_plan(tables_of(spec), spec, groups, sharders(spec), cluster)
         return plans_digest(table_plans(found, spec))
 
     fast_memory, fast_links = Bandwidths(4e7, 1e6, 1e6), Bandwidths(1e7, 4e6, 4e3)

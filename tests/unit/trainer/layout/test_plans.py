@@ -230,6 +230,18 @@ def test_torchrec_plans_with_what_a_process_leaves_or_what_the_spec_gives() -> N
         assert {each.topology.memory_bytes for each in options} == {expected}
 
 
+def test_groups_that_plan_for_themselves_are_planned_as_if_alone_on_their_hosts() -> None:
+    spec = spec_of(4, parallelism=AUTO | {"workers": 16})
+    options = Comparer(spec, PlanSite(CLUSTER, (8, 4, 4))).result().options
+    found = {
+        each.topology.shard_group_size: each.topology.ranks_per_host
+        for each in options
+        if each.candidate.failure_domain == "replica_group"
+    }
+    assert found[8] == 8, "of which one is on two hosts"
+    assert all(num == min(size, 8) for size, num in found.items())
+
+
 def test_rows_at_risk_are_those_of_a_group_where_it_may_be_lost_alone() -> None:
     for each in compared(spec_of(400, batch_size=10, parallelism=AUTO)).candidates:
         if each.failure_domain == "replica_group":

@@ -11,7 +11,7 @@ from service.auth.crypto import master_keys_of
 from service.backends.base import Submission
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Job
-from service.domain.retries import NextAttempt, next_attempt, with_parallelism
+from service.domain.retries import NextAttempt, next_attempt
 from service.jobs.code_archives import give_code
 from service.jobs.run_storage import run_dir_of
 from service.observability.tracing import traceparent_of
@@ -40,8 +40,11 @@ def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> Nex
     if size != "auto":
         # It may be larger than when the quota was counted.
         most = most // size * size
-    bounds = {"min": spec.parallelism.min_workers, "max": most}
-    return replace(following, spec=with_parallelism(spec, workers=bounds) or spec)
+    document = spec.model_dump(mode="json")
+    fewest = spec.parallelism.min_workers
+    document["parallelism"]["workers"] = {"min": fewest, "max": max(fewest, most)}
+    # What does not fit so many workers the driver refuses: more would be beyond the quota.
+    return replace(following, spec=JobSpec.checked(document, {"stored": True}))
 
 
 def submission_of(

@@ -326,13 +326,14 @@ def _raw(location: Location) -> list[DataSet]:
 
 
 def _files(location: Location) -> Sequence[Location]:
-    """Parquet files of a folder, which training reads, else any below; if there are none, text."""
+    """Parquet files of a folder; also any below, if there are splits or none; else text files."""
     if location.is_dir():
         files = location.list(recursive=True)
         paths = [file.relative_to(location) for file in files]
         if found := [path for path in paths if is_data_file(path)]:
             own = [path for path in found if "/" not in path]
-            return [location / path for path in own or found]
+            has_splits = any(path.startswith(("train/", "validation/")) for path in found)
+            return [location / path for path in (found if has_splits else own or found)]
         if not location.list():
             raise SourceMissingError(f"{location} holds neither {MANIFEST_NAME} nor data files")
     return find_sources([location])

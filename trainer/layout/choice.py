@@ -349,6 +349,8 @@ def _size_reason(need: Need, choice: Choice) -> str:
         return "fewer workers than these hold no whole copy of the tables, or leave some out"
     if choice.layout.placement == "inter_host":
         where = "each inside one host" if choice.are_lookups_local else "no host holds a whole one"
+        if need.min_groups > 1:
+            where += f", and min_groups is {need.min_groups}"
         return f"the fewest copies with {_counted(size, 'worker')} a group, {where}"
     if not need.is_size_known:
         return "the fewest copies, as the size of the tables or a worker's memory is not known"

@@ -335,7 +335,8 @@ class ParallelismSpec(SpecModel):
                 f"{fewest}"
             )
             raise problem("min_groups", message, "min_groups")
-        if self.moment_scale != "auto" and self.moment_scale > most:
+        # Nor is it refused where fewer replicas came out than were possible.
+        if self.moment_scale != "auto" and self.moment_scale > most and not is_stored(info):
             message = f"must be above 0 and at most {most}, the number of replicas M"
             raise problem("moment_scale", message, "moment_scale")
         return self

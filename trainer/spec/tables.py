@@ -94,8 +94,8 @@ class TableConstraints(SpecModel):
     """Limits on how the planner may shard one table inside a sharding group.
 
     `min_partition` is the fewest columns that a column shard may have; `pooling_factor` tells the
-    planner how many ids a row looks up on average. Without `compute_kernel` and `cache_load_factor`
-    those of `parallelism.planner` hold.
+    planner how many ids of an id_list a row looks up on average. Without `compute_kernel` and
+    `cache_load_factor` those of `parallelism.planner` hold.
     """
 
     sharding_types: Annotated[tuple[ShardingTypeName, ...], Field(min_length=1)] = (

@@ -165,7 +165,6 @@ def test_a_file_that_changes_while_the_job_runs_is_left_out_or_named(
 
 
 @pytest.mark.usefixtures("read_both_ways")
-@pytest.mark.usefixtures("read_both_ways")
 def test_a_lost_row_group_is_left_out_where_some_files_allow_no_null(three_files, tolerant) -> None:
     _, *paths = sorted(three_files.iterdir())
     for path in paths:
@@ -180,6 +179,7 @@ def test_a_lost_row_group_is_left_out_where_some_files_allow_no_null(three_files
         truncated(paths[-1])
 
 
+@pytest.mark.usefixtures("read_both_ways")
 def test_storage_or_memory_that_fails_ends_the_job_and_leaves_no_row_out(
     three_files, tolerant, monkeypatch
 ) -> None:

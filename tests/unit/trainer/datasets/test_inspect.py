@@ -406,3 +406,5 @@ def test_parquet_below_a_folder_counts_only_where_the_folder_has_none_as_in_trai
     rows[:1].write_parquet(tmp_path / "late.parquet")
     (found,) = inspect(tmp_path)
     assert found.num_rows == 1 == ParquetSource(tmp_path, ["click"]).num_rows
+    (tmp_path / "dt=1").rename(tmp_path / "train")
+    assert sum(each.num_rows for each in inspect(tmp_path)) == 4

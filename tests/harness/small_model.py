@@ -71,7 +71,6 @@ def dlrm_spec(
     parallelism: dict[str, Any],
     *,
     batch_size: int,
-    arch: str = "dlrm",
     over_arch: tuple[int, ...] = (16, 1),
     loss: str = "mse",
     **sections: Any,
@@ -84,7 +83,7 @@ def dlrm_spec(
             "features": [{"name": "age", "type": "dense"}, *features],
             "embedding_tables": tables,
             "model": {
-                "arch": arch,
+                "arch": "dlrm",
                 "dense_arch": {"layer_sizes": [tables[0]["embedding_dim"]]},
                 "over_arch": {"layer_sizes": list(over_arch)},
                 "tasks": [{"loss": loss}],

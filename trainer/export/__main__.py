@@ -25,7 +25,6 @@ from trainer.checkpoint.save_load import CheckpointError
 from trainer.errors import DataError
 from trainer.export.artifact import ExportError
 from trainer.export.exporter import Tell, export
-from trainer.export.report import DEFAULT_ROWS
 from trainer.export.requests import HELD, ExportFolder
 from trainer.failures import UserCodeError
 from trainer.protocol.run_dir import RunDir
@@ -50,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, help="folder to write; must not exist")
     parser.add_argument("--checkpoint", default="newest", help="newest, best, a step, or a folder")
     parser.add_argument("--quantize", choices=get_args(Quantization), default=DEFAULT_QUANTIZATION)
-    parser.add_argument("--report-rows", type=int, default=DEFAULT_ROWS, metavar="N")
     parser.add_argument(
         "--no-user-code", action="store_true", help="refuse a model that is a module of the user"
     )
@@ -80,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.to,
         options.checkpoint,
         options.quantize,
-        max_report_rows=options.report_rows,
         may_run_code=not options.no_user_code,
         places=options.places,
     )

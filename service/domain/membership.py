@@ -226,8 +226,9 @@ class Sizes:
 def sizes_of_spec(spec: JobSpec) -> Sizes:
     parallelism = spec.parallelism
     size, placement = parallelism.shard_group_size, parallelism.placement
+    fewest = parallelism.num_hosts_needed * (1 if size == "auto" else size)
     return Sizes(
-        min_workers=parallelism.min_workers,
+        min_workers=max(parallelism.min_workers, fewest),
         world_size=parallelism.world_size,
         shard_group_size=None if size == "auto" else size,
         placement=None if placement == "auto" else placement,
@@ -236,18 +237,22 @@ def sizes_of_spec(spec: JobSpec) -> Sizes:
 
 
 def sizes_of_job(job: Job) -> Sizes:
-    """The sizes that a job's newest attempt chose, else those that its spec gives."""
+    """The sizes that a job's newest attempt chose, else those that its spec gives.
+
+    The next attempt of a queued job chooses anew.
+    """
     given, chosen = sizes_of_spec(job.spec), layout_of_attempt(job)
-    if chosen is None:
+    if chosen is None or job.status is JobStatus.QUEUED:
         return given
-    size = chosen.shard_group_size
+    size, parallelism = chosen.shard_group_size, job.spec.parallelism
+    num_groups = max(parallelism.num_hosts_needed, -(-parallelism.min_workers // size))
     return Sizes(
         # Bounds that were written without knowing L become multiples of it.
-        min_workers=-(-given.min_workers // size) * size,
+        min_workers=num_groups * size,
         world_size=given.world_size // size * size,
         shard_group_size=size,
         placement=chosen.placement,
-        spare_workers=job.spec.parallelism.spares * size if chosen.num_replicas > 1 else 0,
+        spare_workers=parallelism.spares * size if chosen.num_replicas > 1 else 0,
     )
 
 

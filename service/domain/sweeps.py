@@ -236,9 +236,9 @@ def decide(sweep: Sweep, trials: Sequence[Observed]) -> SweepStep:
             cancel=[each.trial.number for each in live],
             end=None if active else SweepStatus.CANCELLED,
         )
-    # Values that are not legal together say nothing of those that are.
+    # Values that are not legal together say nothing of trials that have a job and may yet train.
     made = [each for each in trials if each.trial.job_id is not None]
-    num_failed = sum(each.has_failed for each in made or trials)
+    num_failed = sum(e.has_failed for e in (trials if all(e.has_failed for e in made) else made))
     if num_failed >= MAX_FAILURES and not any(
         each.job is not None and each.job.progress.step for each in trials
     ):

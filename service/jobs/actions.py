@@ -9,7 +9,6 @@ attempt gets a copy. Repeating an action changes nothing.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import shutil
 import time
@@ -381,11 +380,11 @@ def legal_sizes(job: Job) -> list[int]:
 
 
 def _legal_sizes(job: Job) -> range:
-    sizes, group = job.spec.parallelism, sizes_of_job(job).shard_group_size
+    sizes = sizes_of_job(job)
+    group = sizes.shard_group_size
     if group is None:
         raise errors.LayoutUnknown(job.id)
-    fewest = max(sizes.min_workers, sizes.num_hosts_needed * group)
-    return range(math.ceil(fewest / group) * group, _most_workers(job) + 1, group)
+    return range(sizes.min_workers, _most_workers(job) + 1, group)
 
 
 def _most_workers(job: Job) -> int:

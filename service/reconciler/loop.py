@@ -70,7 +70,12 @@ from service.observability.metrics import CLUSTERS, ServiceMetrics
 from service.observability.tracing import Tracing
 from service.reconciler.housekeeping import Housekeeper
 from service.reconciler.outbox import OutboxCollector
-from service.reconciler.submission import plan_attempt, submission_of, write_spec
+from service.reconciler.submission import (
+    QuotaTooSmall,
+    plan_attempt,
+    submission_of,
+    write_spec,
+)
 from service.scheduler.runner import SchedulerRunner
 from service.settings import Settings
 from service.storage import in_time
@@ -490,6 +495,8 @@ class Reconciler:
             reason, message = EndReason.SUBMISSION_REFUSED, str(error)
         except CodeGone as error:
             reason, message = EndReason.BAD_SPEC, str(error)
+        except QuotaTooSmall as error:
+            reason, message = EndReason.NO_ROOM, str(error)
         except OSError as error:
             if not self._is_own_fault(error):
                 # No failure: it is nothing of the job's, and nothing was sent.

@@ -11,7 +11,7 @@ from service.auth.crypto import master_keys_of
 from service.backends.base import Submission
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Job
-from service.domain.retries import NextAttempt, next_attempt
+from service.domain.retries import NextAttempt, next_attempt, with_parallelism
 from service.jobs.code_archives import give_code
 from service.jobs.run_storage import run_dir_of
 from service.observability.tracing import traceparent_of
@@ -24,8 +24,15 @@ STOP_WAIT_S = 20
 _MAX_LAYOUTS = 500
 
 
+class QuotaTooSmall(Exception):
+    """So many workers as a project's quota leaves are not legal in the job's spec."""
+
+
 def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> NextAttempt:
-    """What an attempt runs, given those that ended before it and its project's quota."""
+    """What an attempt runs, given those that ended before it and its project's quota.
+
+    Raises `QuotaTooSmall`.
+    """
     known_attempts = store.list_attempts(job.id) if attempt.index else []
     ended = [each for each in known_attempts if each.index < attempt.index]
     told = partial(store.list_timeline, kinds=("layout_chosen",), limit=_MAX_LAYOUTS, newest=True)
@@ -40,11 +47,14 @@ def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> Nex
     if size != "auto":
         # It may be larger than when the quota was counted.
         most = most // size * size
-    document = spec.model_dump(mode="json")
-    fewest = spec.parallelism.min_workers
-    document["parallelism"]["workers"] = {"min": fewest, "max": max(fewest, most)}
-    # What does not fit so many workers the driver refuses: more would be beyond the quota.
-    return replace(following, spec=JobSpec.checked(document, {"stored": True}))
+    bounds = {"min": spec.parallelism.min_workers, "max": most}
+    bounded = with_parallelism(spec, workers=bounds)
+    if bounded is None:
+        raise QuotaTooSmall(
+            f"the quota of project {job.project} left it {most} workers, which survive, min_groups "
+            "or the size of the tables does not allow; free some, or raise the quota"
+        )
+    return replace(following, spec=bounded)
 
 
 def submission_of(

@@ -223,8 +223,6 @@ def admit(
     A job that cannot be looked at, whatever is wrong with it, holds up no other, but for the
     workers that it was started with.
     """
-    # The next attempt chooses its layout anew.
-    queued = [replace(job, membership=None) for job in queued]
     turn = _SchedulingPass(projects, capacity, now)
     for job in running:
         if not turn.guarded(turn.count_running, job):

@@ -332,6 +332,8 @@ def _with_layout(spec: JobSpec, choice: Choice) -> JobSpec:
     resolved = spec.parallelism.resolved(layout.shard_group_size, layout.placement)
     context = {"stored": True, "laid_out": True}
     checked = ParallelismSpec.model_validate(resolved.model_dump(), context=context)
+    if checked.moment_scale != "auto" and checked.moment_scale > checked.num_replicas:
+        raise ValueError("moment_scale would be above M, which a new spec may not ask for")
     found = spec.model_copy(update={"parallelism": checked})
     for check in _CHECKS:
         check(found)
@@ -416,9 +418,11 @@ def topology_of(choice: Choice, site: PlanSite, spec: JobSpec) -> GroupTopology:
     size = choice.layout.shard_group_size
     per_host = {num for hosts in choice.group_hosts for num in Counter(hosts).values()}
     ranks_per_host = per_host.pop() if len(per_host) == 1 else None
+    free_bytes = max(0, int(cluster.hbm_bytes - cluster.process_bytes))
     if choice.failure_domain == "replica_group":  # each group plans for itself
         ranks_per_host = ranks_per_host_anywhere(size, cluster.gpus_per_host)
-    free_bytes = max(0, int(cluster.hbm_bytes - cluster.process_bytes))
+        if cluster.device == "cpu":  # with the memory by which the driver chooses
+            free_bytes = cluster.hbm_bytes
     return GroupTopology(
         shard_group_size=size,
         ranks_per_host=ranks_per_host,

@@ -20,7 +20,7 @@ from service.domain.membership import (
     num_wanted,
 )
 from service.domain.metrics import MEMORY_PARTS, STEP_PHASES, compared
-from service.domain.models import Job, Membership
+from service.domain.models import Job, JobStatus, Membership
 from service.schemas.wording import layout_text, shape_text
 from tests.harness.builders import (
     NOW,
@@ -258,7 +258,7 @@ def test_lists_and_pages_show_what_is_decided() -> None:
         ),
         (job_of(1, shard_group_size=1), "1 = 1 x 1", "1 worker (1 replicas x 1 shards)"),
         (
-            with_choice(job_of({"min": 3, "max": 7}, **AUTO), 2),
+            replace(with_choice(job_of({"min": 3, "max": 7}, **AUTO), 2), status=JobStatus.PAUSED),
             "4-6 = 2-3 x 2",
             "4-6 workers (2-3 replicas x 2 shards)",
         ),

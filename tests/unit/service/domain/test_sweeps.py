@@ -146,6 +146,10 @@ def test_values_that_are_not_legal_together_end_no_sweep_of_which_others_wait():
     forgotten = replace(waiting, job=None)
     assert decide(SWEEP, [*illegal, forgotten]).end is None
     assert decide(SWEEP, illegal).end is SweepStatus.FAILED, "none is legal"
+    failed = observed(MAX_FAILURES, JobStatus.FAILED, step=0)
+    assert decide(SWEEP, [*illegal, failed]).end is SweepStatus.FAILED, (
+        "nor did the legal one train"
+    )
 
 
 def test_trials_begin_a_few_at_a_time_so_that_others_need_not_wait():

@@ -20,6 +20,7 @@ from service.scheduler.runner import SchedulerRunner
 from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
 from tests.harness.databases import store_job
 from tests.harness.service import House
+from trainer.failures import EndReason
 from trainer.layout.hosts import HostFacts
 from trainer.protocol.requests import ResizeRequests
 from trainer.spec import JobSpec, load_spec
@@ -225,6 +226,23 @@ def test_a_quota_caps_what_an_elastic_job_may_grow_to(house: House) -> None:
     assert stored.parallelism.world_size == 6
     place = house.place_of(job)
     assert (place.workers, place.max_workers) == (6, 6)
+
+
+def test_a_job_that_is_not_legal_with_what_its_quota_leaves_waits_for_more(house: House) -> None:
+    projects = ProjectStore(house.store.engine)
+    projects.put(Project("default", max_workers=1), house.now)
+    sizes = {"workers": {"min": 1, "max": 8}, "shard_group_size": "auto"}
+    memory = {"memory_bytes_per_worker": 2500}
+    safe = store_job(house.store, queued_job(parallelism=sizes | {"survive": {"hosts": 1}}))
+    large = store_job(house.store, queued_job(parallelism=sizes, resources=memory))
+    house.poll()
+    assert house.place_of(safe).reason == "project default may use 1 worker, and the job needs 2"
+    (first,) = house.store.list_attempts(large.id)
+    assert first.end_reason is EndReason.NO_ROOM
+    assert "the quota of project default left it 1 workers" in first.message
+    projects.put(Project("default", max_workers=16), house.now)
+    house.poll(3, every_s=20)
+    assert house.status(large) is JobStatus.STARTING
 
 
 def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None:

@@ -4,8 +4,8 @@ The planner runs on rank 0 only and its answer, a plan or why there is none (`Pl
 given to all ranks: a rank that failed alone would leave the others waiting. All sharding groups
 get the same plan, so the topology describes the poorest worker of any group. Groups that are
 failure domains plan for themselves, at different times, wherever they lie: they reckon with the
-bandwidths and full hosts in the description of the cluster, which are the same for all. Plans
-number shards by position in the group; `place_plan` maps them to ranks.
+bandwidths, full hosts and, on CPUs, memory in the description of the cluster, which are the same
+for all. Plans number shards by position in the group; `place_plan` maps them to ranks.
 
 On GPUs a table may be in host memory with a cache of its rows in HBM (`fused_uvm_caching`). Where
 the spec leaves that open, TorchRec keeps in HBM what fits and shares what is left among the caches.
@@ -146,14 +146,18 @@ def make_plan(
             bandwidths = measure_bandwidths(groups)
         elif cluster is not None:
             bandwidths = Bandwidths.of(cluster.hbm_bytes_per_s, *cluster.host_links)
-    size, ranks_per_host, num_on_host = groups.layout.shard_group_size, groups.ranks_per_host, 1
+    size, ranks_per_host, num_on_host = groups.layout.shard_group_size, groups.ranks_per_host, None
     if spec.parallelism.failure_domain == "replica_group":
         # Another group may be spread otherwise, as this one may be in another life; and others
         # have their share of a host's memory.
         most = cluster.gpus_per_host if cluster else size
         ranks_per_host = ranks_per_host_anywhere(size, most)
-        num_on_host = min(most, spec.parallelism.world_size) if cluster else 1
-    device_bytes, host_bytes = least_memory_bytes(groups, num_on_host)
+        num_on_host = min(most, spec.parallelism.world_size)
+    if num_on_host is not None and cluster is not None and groups.device.type == "cpu":
+        # The least share of any host, by which the driver has chosen the layout.
+        device_bytes = host_bytes = cluster.hbm_bytes
+    else:
+        device_bytes, host_bytes = least_memory_bytes(groups, num_on_host)
     device_bytes = spec.resources.memory_bytes_per_worker or device_bytes
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
@@ -481,9 +485,10 @@ def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
         "(parallelism.planner.storage_reservation)"
     )
     advice = (
-        "raise parallelism.shard_group_size or resources.memory_bytes_per_worker, store tables in "
-        "fp16, allow more sharding types, such as row_wise, which splits one table over all "
-        "workers, or, on GPUs, keep tables in host memory (parallelism.planner.compute_kernel auto)"
+        "raise parallelism.shard_group_size or resources.memory_bytes_per_worker, lower "
+        "data.batch_size or the max_length of sequences, store tables in fp16, allow more sharding "
+        "types, such as row_wise, which splits one table over all workers, or, on GPUs, keep "
+        "tables in host memory (parallelism.planner.compute_kernel auto)"
     )
     # Its last line names the shard that found no place; estimated times would only distract.
     detail = re.sub(r"perf: Perf\(.*?\), ", "", str(error).strip().splitlines()[-1].strip())
@@ -749,22 +754,26 @@ def topology_of(
     )
 
 
-def least_memory_bytes(groups: MeshGroups, num_on_host: int = 1) -> tuple[int, int]:
+def least_memory_bytes(groups: MeshGroups, num_on_host: int | None = None) -> tuple[int, int]:
     """Least memory of any worker: of its device, and of its host. Collective over the global group.
 
-    On CPUs these are the same. A host is shared by those of `groups`, or by `num_on_host` workers.
+    On CPUs these are the same. A host is shared by those of `groups`, or by `num_on_host` workers
+    where groups plan for themselves: a little more or less that one measures must not show then.
     """
     # Of its host's memory it has a share.
     sites, own = groups.sites, groups.sites[groups.rank].host
-    num_on_host = max(num_on_host, sum(site.host == own for site in sites))
-    host_bytes = host_memory_bytes()[0] // num_on_host
-    mine = host_bytes, host_bytes
+    num_here = max(num_on_host or 1, sum(site.host == own for site in sites))
+    all_bytes, _ = host_memory_bytes()
+    mine = all_bytes // num_here, all_bytes // num_here
     if groups.device.type == "cuda":
-        # What NCCL, the dense part and others hold is gone. Groups that plan for themselves must
-        # plan alike, so a little more or less must not show.
+        # What NCCL, the dense part and others hold is gone.
         torch.cuda.empty_cache()
-        free_bytes, _ = torch.cuda.mem_get_info(groups.device)
-        mine = free_bytes // 2**30 * 2**30, host_bytes
+        free_bytes, total_bytes = torch.cuda.mem_get_info(groups.device)
+        if num_on_host is not None:
+            # Of GPUs of one type the same, unless a worker holds more than that before its tables.
+            free_bytes = min(free_bytes, total_bytes - total_bytes // 16) // 2**30 * 2**30
+            all_bytes = all_bytes // 2**30 * 2**30
+        mine = free_bytes, all_bytes // num_here
     everyone = [mine] * groups.layout.world_size
     dist.all_gather_object(everyone, mine, group=groups.global_group)
     device, host = map(min, zip(*everyone, strict=True))

@@ -446,8 +446,9 @@ class SyncRounds:
         for group in unlike:
             message = (
                 f"its tables are sharded otherwise than those of group {copies[0].group}, so that "
-                "averages would mix their rows. Its hosts may have other memory: set "
-                "resources.memory_bytes_per_worker, or allow one sharding type for each table"
+                "averages would mix their rows. Its GPUs or hosts may have other memory: set "
+                "resources.memory_bytes_per_worker and, where tables may be cached, "
+                "parallelism.planner.cache_load_factor"
             )
             self.lose(group, "other_plan", message, now)
         return [group for group in groups if group not in unlike] if unlike else groups

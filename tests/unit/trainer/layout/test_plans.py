@@ -221,13 +221,15 @@ def test_a_comparison_ends_when_time_is_over() -> None:
 
 def test_torchrec_plans_with_what_a_process_leaves_or_what_the_spec_gives() -> None:
     cluster = cluster_of("8xCPU-8GB")
-    for resources, expected in (
-        ({}, int(8 * GIB - cluster.process_bytes)),
-        ({"memory_bytes_per_worker": 2 * GIB}, 2 * GIB),
+    for resources, expected, of_independent in (
+        # As the driver chooses and the workers of such groups plan.
+        ({}, int(8 * GIB - cluster.process_bytes), 8 * GIB),
+        ({"memory_bytes_per_worker": 2 * GIB}, 2 * GIB, 2 * GIB),
     ):
         spec = spec_of(4, parallelism=AUTO | {"workers": 8}, resources=resources)
         options = Comparer(spec, PlanSite.of_profile(cluster, spec)).result().options
-        assert {each.topology.memory_bytes for each in options} == {expected}
+        found = {(each.candidate.failure_domain, each.topology.memory_bytes) for each in options}
+        assert found == {("job", expected), ("replica_group", of_independent)}
 
 
 def test_groups_that_plan_for_themselves_are_planned_as_if_alone_on_their_hosts() -> None:

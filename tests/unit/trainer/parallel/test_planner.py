@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.planner.types import CollectiveType
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from tests.harness.builders import spec_document
 from trainer.layout.cost import cpu_cluster
+from trainer.layout.hosts import HostFacts, choose_on, described, site_of
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 from trainer.layout.workload import GroupPlan, GroupTopology
 from trainer.parallel import planner
@@ -323,6 +325,46 @@ def test_a_workers_share_of_a_host_is_that_of_a_host_that_other_groups_fill() ->
         assert least_memory_bytes(_one_group(sites), num_on_host=8) == (4 * GB, 4 * GB)
 
 
+def test_the_workers_of_independent_groups_have_the_least_share_of_any_host_wherever_they_lie() -> (
+    None
+):
+    tables = {"t": {"num_embeddings": 50 * 10**6}}  # 1.6 GB
+    spec = _spec_of_tables(tables, 4, shard_group_size=2, placement="inter_host")
+    site = site_of(spec, [HostFacts("a", 16, 0, 64 * GB), HostFacts("b", 2, 0, 4 * GB)])
+    assert choose_on(spec, site).failure_domain == "replica_group"
+    sites = tuple(WorkerSite(rank, "b", rank, 0) for rank in range(2))
+    with (
+        # A sixteenth of that would be too little.
+        patch.object(planner, "host_memory_bytes", lambda: (4 * GB, 0)),
+        patch.object(planner.dist, "all_gather_object"),
+        patch.object(planner.dist, "broadcast_object_list"),
+        patch.object(planner, "plan_group", side_effect=PlanError("not here")) as asked,
+        pytest.raises(PlanError),
+    ):
+        make_plan(nn.Module(), spec, _one_group(sites), sharders(spec), described(site))
+    assert asked.call_args.args[6] == (2 * GB, 2 * GB)
+
+
+def test_independent_groups_on_gpus_plan_alike_where_workers_hold_a_little_more_or_less() -> None:
+    sites = tuple(WorkerSite(rank, "a", rank, 0) for rank in range(2))
+    groups = replace(_one_group(sites), device=torch.device("cuda"))
+
+    def measured(free: int, num_on_host: int | None) -> tuple[int, int]:
+        with (
+            patch.object(planner, "host_memory_bytes", lambda: (64 * GB + free, 0)),
+            patch.object(planner.dist, "all_gather_object"),
+            patch.object(planner.torch.cuda, "empty_cache"),
+            patch.object(planner.torch.cuda, "mem_get_info", lambda _: (free, 80 * 2**30)),
+        ):
+            return least_memory_bytes(groups, num_on_host)
+
+    more, less = 78 * 2**30 + 2**20, 78 * 2**30 - 2**20
+    assert measured(more, None) == (more, (64 * GB + more) // 2)
+    assert measured(more, 8) == measured(less, 8)
+    assert measured(less, 8)[0] == 75 * 2**30
+    assert measured(2**36 + 5, 8)[0] == 2**36, "which others hold a part of"
+
+
 def test_of_ways_that_are_equally_good_a_table_gets_the_one_that_its_constraints_name_first() -> (
     None
 ):
@@ -386,6 +428,7 @@ def test_many_tables_are_planned_by_their_one_way() -> None:
         assert types == {"small": "table_wise", "large": "table_wise", "huge": "row_wise"}
         obstacle = _plan_on("cuda", _gpu_spec(), GB).obstacle
         assert "no sharding plan fits" in (obstacle or "")
+        assert "data.batch_size" in (obstacle or "") and "max_length" in (obstacle or "")
 
 
 def test_of_many_tables_a_small_one_is_planned_as_it_can_be() -> None:

@@ -31,7 +31,8 @@ class MeshGroups:
 
     `sharding_group` holds one copy of the tables over L ranks; `replica_group` joins the M ranks
     that hold the same shard; `global_group` is everybody, as is `long_timeout_group`, over gloo,
-    where waiting for a rank that plans, or for storage, is no hang. A dead peer is noticed at once.
+    where waiting for a rank that plans, or for storage, is no hang for half an hour (before a group
+    trains, for ten times `recovery.min_hang_s`). A dead peer is noticed at once.
     """
 
     rank: int

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -249,7 +251,8 @@ def plan_slowly(case: ShardingCase) -> int:
         time.sleep(scaled(3))
         return plan_group(*args)
 
-    groups = build_groups(case.mesh.layout, torch.device("cpu"), scaled(1))
+    groups = build_groups(case.mesh.layout, torch.device("cpu"), scaled(30))
+    _set_pg_timeout(timedelta(seconds=scaled(1)), groups.global_group)
     with patch.object(planner, "plan_group", slow):
         plan = make_plan(Lookups(case), case.spec, groups, sharders(case.spec))
     return len(table_plans(plan, case.spec))

@@ -283,7 +283,8 @@ def manager_of(run_dir: RunDir, said: list[Any]) -> CheckpointManager:
     spec = validate_spec(spec_document(run_dir.root))
     attempt = {"attempt_id": "job-1-a3", "group": None}
     config: Any = SimpleNamespace(run_dir=run_dir.root, spec=spec, **attempt)
-    groups: Any = SimpleNamespace(rank=0, sites=(), device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    groups: Any = SimpleNamespace(rank=0, sites=(), device=cpu, long_timeout_group=None)
     return CheckpointManager(config, groups, said.append, WRITTEN)
 
 

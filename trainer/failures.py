@@ -15,13 +15,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-# Torch's allocator of device memory, and the runtime, which page-locks memory of the host, too.
+# Torch's allocator of device memory, and the runtime, which page-locks memory of the host, too; what
+# NCCL (in quotes) and cuBLAS say of memory that they take themselves.
 _DEVICE_SIGNS = (
     "torch.outofmemoryerror",
     "cuda out of memory",
     "cuda error: out of memory",
     "hip out of memory",
     "hip error: out of memory",
+    "'out of memory'",
+    "status_alloc_failed",
 )
 # Ray's memory monitor, torch's CPU allocator, the C library, Python, container runtimes.
 _HOST_SIGNS = (
@@ -37,6 +40,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
 _MAX_USER_LINES = 40
 _MAX_LINE_CHARS = 300
+# Gloo's and NCCL's words for a rank or a link that is gone, and CUDA's for a device that is broken.
 _PEER_LOST_SIGNS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -50,6 +54,10 @@ _PEER_LOST_SIGNS = (
     "failed to recv",
     "application timeout",
     "nccl communicator was aborted",
+    "remote process exited or there was a network error",
+    "connection closed by remote peer",
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
 )
 
 
@@ -340,7 +348,7 @@ def reason_of(error: BaseException) -> EndReason:
         return EndReason.DEVICE_OOM
     if any(sign in text for sign in _HOST_SIGNS):
         return EndReason.HOST_OOM
-    # A collective that failed as another rank went away, which is not the cause.
+    # A collective that failed as another rank went away is not the cause.
     is_echo = any(sign in message for sign in _PEER_LOST_SIGNS)
     return (
         EndReason.WORKERS_LOST

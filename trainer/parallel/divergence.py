@@ -118,8 +118,10 @@ class DivergenceGuard:
                 found.append(DivergentShard(name, position, differing))
                 if self.action == "rebroadcast":
                     source = next(rank for rank in ranks if rank not in differing)
-                    for tensor in tensors:
-                        dist.broadcast(tensor.detach(), source, group=group)
+                    for tensor in (each.detach() for each in tensors):
+                        values = tensor.contiguous()  # NCCL takes nothing else
+                        dist.broadcast(values, source, group=group)
+                        tensor.copy_(values)
         return found
 
     def _gather_findings(self, mine: list[DivergentShard]) -> list[DivergentShard]:

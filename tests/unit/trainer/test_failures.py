@@ -103,6 +103,10 @@ ECHOES = (
     "Application timeout caused pair closure",
     "Connect timeout [127.0.0.1]:1234",
     "failed to recv, got 0 bytes",
+    "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error, NCCL "
+    "version 2.29.7\nLast error:\nNET/IB : Got completion from peer 10.0.0.2<43210> with error 12",
+    "ncclSystemError: Last error:\nsocketProgress: Connection closed by remote peer host<1234>",
+    "CUDA error: uncorrectable ECC error encountered",
 )
 
 
@@ -116,6 +120,8 @@ def test_an_error_that_nobody_named_is_told_by_its_type_and_text() -> None:
             RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
             RuntimeError("CUDA error: out of memory"),
             OutOfMemoryError("[enforce fail] allocation failed"),
+            RuntimeError("ncclUnhandledCudaError: Last error:\nCuda failure 2 'out of memory'"),
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
         ],
         EndReason.HOST_OOM: [
             MemoryError(),

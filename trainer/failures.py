@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-# Torch's allocator of device memory, and the runtime, which page-locks memory of the host, too; what
-# NCCL (in quotes) and cuBLAS say of memory that they take themselves.
+# Torch's allocator of device memory, and the runtime, which page-locks memory of the host, too; NCCL
+# (in quotes) and cuBLAS, which take memory of their own.
 _DEVICE_SIGNS = (
     "torch.outofmemoryerror",
     "cuda out of memory",

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-# Torch's allocator of device memory, and the runtime, which page-locks memory of the host, too; NCCL
+# Torch's allocator of device memory, and the runtime, which page-locks memory of the host; NCCL
 # (in quotes) and cuBLAS, which take memory of their own.
 _DEVICE_SIGNS = (
     "torch.outofmemoryerror",

@@ -199,7 +199,6 @@ class Welcome(Message):
     has_current: bool = Field(
         default=False, description="Whether some group holds commits that are worth copying."
     )
-    rows: str = Field(default="", description="A checksum of the rows that the run trains.")
 
 
 HeartbeatPhase = Literal["start", "train", "data_wait", "validation", "checkpoint"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from trainer.storage import Location
 
 MANIFEST_NAME = "manifest.json"
 _MAX_BYTES = 2**26
+_NUM_READERS = 16  # a mounted folder may be as slow to answer as an object store
 
 
 class StoredFile(BaseModel, extra="forbid", frozen=True):
@@ -128,9 +130,12 @@ def load_manifest(folder: Location | Path) -> Manifest:
     folder = Location.parse(folder)
     manifest = read_manifest(folder / MANIFEST_NAME)
     sizes = folder.sizes_bytes()
-    for split in manifest.splits.values():
-        for entry in split.files:
-            _check_file(folder / entry.path, sizes.get(entry.path), entry)
+
+    def check(entry: FileEntry) -> None:
+        _check_file(folder / entry.path, sizes.get(entry.path), entry)
+
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        list(pool.map(check, (e for split in manifest.splits.values() for e in split.files)))
     return manifest
 
 

@@ -1,14 +1,14 @@
 """Parquet files as numbered row groups, on a disk or in an object store.
 
 They are read one group at a time; of remote files, the columns' ranges of several groups at once.
-What the groups hold is in the manifest of a prepared folder, so that T ranks need not read the
-footers of all files before the first step; of plain Parquet they do.
+What the files hold is in the manifest of a prepared folder; of plain Parquet an attempt's driver
+reads the footers. It tells the T ranks, each of which reads one footer before the first step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.data.manifest import FileContents, read_footer
+from trainer.data.manifest import FileContents, contents_in, read_footer
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.transforms import Moments, is_text
 from trainer.errors import (
@@ -44,39 +44,42 @@ class ParquetSource:
 
     Only footers are read to build it. Raises `SourceMissingError`, `CorruptFileError` (naming the
     truncated file), `ColumnError` or `TooFewRowsError`.
+
+    `contents` says by name what the files hold, in the order in which their rows are numbered.
     """
 
     def __init__(
         self,
         folder: Location | Path,
         columns: Sequence[str],
-        known: Mapping[str, FileContents] | None = None,
+        contents: Mapping[str, FileContents] | None = None,
     ) -> None:
         """`columns` are those to read; each must be in every file.
 
-        `known` says what the files hold, by name. Where it knows just those that are there, their
-        columns are taken to be those of the first.
+        Of `contents` just the files that it names are read, whose columns are taken to be those of
+        the first; without it all that lie in the folder.
         """
         self.folder = Location.parse(folder)
         self.columns = tuple(dict.fromkeys(columns))
-        # In the order in which their rows are numbered.
-        self.file_names = tuple(file.name for file in _parquet_files(self.folder))
-        contents = self._open([] if known is None else [known.get(n) for n in self.file_names])
-        group_rows = [rows for each in contents for rows in each.group_rows]
+        names = contents or [file.name for file in _parquet_files(self.folder)]
+        self.file_names = tuple(sorted(names))
+        self.contents = self._open(contents)
+        files = self.contents.values()
+        group_rows = [rows for each in files for rows in each.group_rows]
         self._groups = [
             (file, group)
-            for file, each in enumerate(contents)
+            for file, each in enumerate(files)
             for group, num_rows in enumerate(each.group_rows)
             if num_rows
         ]
         self.group_rows: IntArray = np.array([n for n in group_rows if n], dtype=np.int64)
         self.num_rows = int(self.group_rows.sum())
         self._file_starts = offsets_of(
-            np.array([sum(each.group_rows) for each in contents], dtype=np.int64)
+            np.array([sum(each.group_rows) for each in files], dtype=np.int64)
         )
         self._group_starts = offsets_of(self.group_rows)
         self._num_values = sum(
-            each.num_values.get(name, each.num_rows) for each in contents for name in self.columns
+            each.num_values.get(name, each.num_rows) for each in files for name in self.columns
         )
         if not self.num_rows:
             raise TooFewRowsError(f"{folder} holds no rows; mend the data, or data.split")
@@ -96,15 +99,24 @@ class ParquetSource:
     def _file(self, place: int) -> Location:
         return self.folder / self.file_names[place]
 
-    def _open(self, known: Sequence[FileContents | None]) -> list[FileContents]:
+    def _open(self, known: Mapping[str, FileContents] | None) -> dict[str, FileContents]:
         """What the files hold, and `schema`, from no more footers than are needed."""
-        contents = [each for each in known if each is not None and each.group_rows]
-        is_known = len(contents) == len(self.file_names)
-        places = range(1 if is_known else len(self.file_names))
-        footers = list((map if self.folder.is_local else self._pool.map)(self._footer, places))
+        places = range(1 if known else len(self.file_names))
+        # A mounted folder may be as slow to answer as an object store.
+        footers = list((self._pool.map if len(places) > 1 else map)(self._footer, places))
         self._stored = self._common_schema(footers)
         self.schema = as_read(self._stored)
-        return contents if is_known else [FileContents.of(footer) for footer in footers]
+        found = dict(zip(self.file_names, map(FileContents.of, footers), strict=not known))
+        for name, each in found.items():
+            if known and each.group_rows != known[name].group_rows:
+                raise StorageError(
+                    f"{self.folder / name} has {each.num_rows:,} rows in {each.num_row_groups} row "
+                    f"groups, not {known[name].num_rows:,} in {known[name].num_row_groups} as the "
+                    "driver or the manifest found: is another folder mounted on this host, or has "
+                    "the data changed? What comes later belongs in another folder"
+                )
+        contents = {**(known or {}), **found}
+        return {name: contents[name] for name in self.file_names}
 
     def _footer(self, place: int) -> pq.FileMetaData:
         """The footer of a file as it is now; one that was read of the same file before is kept."""
@@ -208,9 +220,22 @@ def _unreadable(file: Location, group: int, cause: str) -> CorruptFileError:
     )
 
 
-def read_schema(folder: Location | Path) -> pa.Schema:
-    """Names and types of the columns of a folder's first file; reads its footer only."""
-    return as_read(read_footer(_parquet_files(Location.parse(folder))[0]).schema.to_arrow_schema())
+def read_schema(folder: Location | Path, names: Collection[str] = ()) -> pa.Schema:
+    """Names and types of the columns of a folder's first file; reads its footer only.
+
+    The first of `names`, if there are any.
+    """
+    folder = Location.parse(folder)
+    first = folder / min(names) if names else _parquet_files(folder)[0]
+    return as_read(read_footer(first).schema.to_arrow_schema())
+
+
+def known_contents(data: Location, folder: Location) -> dict[str, FileContents] | None:
+    """What the files in `folder` hold, by name; None where the manifest in `data` lacks one."""
+    known, files = contents_in(data, folder), _parquet_files(folder)
+    contents = {file.name: known[file.name] for file in files if file.name in known}
+    is_whole = len(contents) == len(files) and all(each.group_rows for each in contents.values())
+    return contents if is_whole else None
 
 
 def as_read(stored: pa.Schema) -> pa.Schema:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,13 +22,14 @@ import numpy as np
 import pyarrow as pa
 
 from trainer.data.decode import check_kinds, check_schema, decode, layout_of, raw_kind
-from trainer.data.manifest import MANIFEST_NAME, contents_in, read_manifest
-from trainer.data.parquet import ParquetSource, read_schema
+from trainer.data.manifest import MANIFEST_NAME, FileContents, read_manifest
+from trainer.data.parquet import ParquetSource, known_contents, read_schema
 from trainer.data.position import Span
 from trainer.data.quarantine import FaultLog, FaultMarks, QuarantinedRows, check_share
 from trainer.data.ragged import IntArray, cut_at, offsets_of
 from trainer.data.rows import Rows, concat_rows
 from trainer.errors import CorruptFileError
+from trainer.protocol.worker_config import FoundData
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
 
@@ -104,21 +105,39 @@ _NUM_DECODERS = 2
 
 
 def open_source(
-    spec: JobSpec, folder: Location | Path, train: ParquetSource | None = None
+    spec: JobSpec,
+    folder: Location | Path,
+    train: ParquetSource | None = None,
+    contents: Mapping[str, FileContents] | None = None,
 ) -> ParquetSource:
     """Open a split's folder with the columns that a resolved spec reads.
 
-    `train` is the training split, if this is another. Raises a `DataError`; a missing or ill-typed
-    column is named by the spec field that asks for it, and so is one whose raw values are text here
-    and numbers in `train`, or vice versa.
+    `train` is the training split, if this is another; `contents` are those that somebody found
+    before, as of `ParquetSource`. Raises a `DataError`; a missing or ill-typed column is named by
+    the spec field that asks for it, and so is one whose raw values are text here and numbers in
+    `train`, or vice versa.
     """
     layout, folder = layout_of(spec), Location.parse(folder)
-    schema = read_schema(folder)
+    contents = contents or known_contents(Location.parse(spec.data.path), folder)
+    schema = read_schema(folder, contents or ())
     check_schema(layout, schema, folder)
     if train is not None:
         check_kinds(layout, schema, folder, {f.name: raw_kind(f.type) for f in train.schema})
-    known = contents_in(Location.parse(spec.data.path), folder)
-    return ParquetSource(folder, [column.name for column in layout.columns], known)
+    return ParquetSource(folder, [column.name for column in layout.columns], contents)
+
+
+def find_data(spec: JobSpec) -> FoundData:
+    """What all workers of an attempt read, whatever comes into the folders as it runs.
+
+    Raises as `open_source`.
+    """
+    data = spec.data
+    train = open_source(spec, Location.parse(data.path) / data.split.train)
+    contents = {data.split.train: train.contents}
+    if validation := data.split.validation:
+        held_out = open_source(spec, Location.parse(data.path) / validation, train)
+        contents[validation] = held_out.contents
+    return FoundData(contents, encodings_digest(spec))
 
 
 def lease_windows(

@@ -231,7 +231,8 @@ class Attempt:
 
     `capacity` manages the capacity requests where the cluster is autoscaled. `token` is known to
     its coordinator and its workers only (`trainer.coordination.authentication`). `cluster` is what
-    the planner is told of the hosts, None where too little is known of them.
+    the planner is told of the hosts, None where too little is known of them. `data` is Ray's
+    reference to the `FoundData` that all workers read, as these may be many megabytes.
     """
 
     context: DriverContext
@@ -241,6 +242,7 @@ class Attempt:
     capacity: CapacityManager | None = None
     token: bytes = field(default_factory=new_token, repr=False)
     cluster: Cluster | None = None
+    data: Any = None
 
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
         c = self.context
@@ -255,6 +257,7 @@ class Attempt:
             token=self.token,
             cluster=vars(self.cluster) if self.cluster else None,
             mirror=c.mirror,
+            data=self.data,
         )
 
     def report_size(

@@ -79,7 +79,7 @@ class RayCoordinator:
         self.actor_name = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = CoordinatorConfig(
             policy=MembershipPolicy.of(attempt.spec, attempt.spec.parallelism.num_replicas),
-            book=LeaseBook.of(attempt.spec),
+            book=LeaseBook.of(attempt.spec, ray.get(attempt.data) if attempt.data else None),
             host=ray.util.get_node_ip_address(),
             attempt_dir=attempt.context.files.root,
             token=self._token,

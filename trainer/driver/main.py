@@ -26,6 +26,7 @@ import httpx
 from trainer import failures
 from trainer.coordination.detection import ReplacementPolicy
 from trainer.data.inputs import resolve_inputs
+from trainer.data.reader import find_data
 from trainer.driver.attempt import (
     PAUSED_EARLY,
     POST_TIMEOUT_S,
@@ -186,8 +187,11 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
 
     Raises SpecError, DataError or AttemptFailed.
     """
+    import ray
+
     report = partial(warn, writer)
     spec = resolve_inputs(context.read_spec(), report)
+    data = ray.put(find_data(spec))
     use_gpu, capacity, max_workers = wants_gpu(spec, num_gpus()), None, context.cluster_max_workers
     if max_workers is not None:
         use_gpu, capacity = open_capacity(context, spec, writer)
@@ -210,7 +214,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     # Where too little is known nothing is predicted, and groups plan with TorchRec's figures.
     with suppress(ClusterError):
         cluster = PlanSite.of_site(look()).cluster
-    return Attempt(context, spec, writer, use_gpu, capacity, cluster=cluster)
+    return Attempt(context, spec, writer, use_gpu, capacity, cluster=cluster, data=data)
 
 
 def open_capacity(

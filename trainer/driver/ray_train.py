@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -161,6 +161,8 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
         follow_run(worker.mirror)
     end_unless_joined(starting_s(worker.spec.recovery))
     check_machine(worker, host)
+    reference: Any = worker.data
+    worker = replace(worker, data=ray.get(reference) if reference else None)
     add_code(worker)
     let_gloo_use_address(host)
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))

@@ -46,7 +46,6 @@ from trainer.coordination.sync_tuner import Observation
 from trainer.data.batches import Batch, LeaseBatches
 from trainer.data.position import position_of
 from trainer.elastic.group_sync import GroupSync, limit_nccl
-from trainer.errors import StorageError
 from trainer.failures import NonFiniteLoss
 from trainer.layout.layout import Layout
 from trainer.parallel.collectives import Part, reduce_parts
@@ -108,7 +107,6 @@ class GroupSession(Session):
         self._num_copies = 0
         self._urgent_step = 0  # what was committed by then shall be durable as soon as possible
         self._num_saves = 0  # that the driver has asked for
-        self._unlike_data = ""  # how the data differ from what the run began with, if they do
         self._is_syncing = False
         self._sync_s = 0.0  # that training waited for the sync that has begun
         self._synced: Observation | None = None
@@ -170,8 +168,7 @@ class GroupSession(Session):
     def begin(self) -> None:
         """Take the state from a live group, else from a checkpoint, else from the seed.
 
-        A spare takes none before it is wanted. Collective over the group. Raises `StorageError`
-        where the data are not what the run began with; a spare does once it is wanted.
+        A spare takes none before it is wanted. Collective over the group.
         """
         if self.group.is_spare:
             self.standing = "spare"
@@ -192,24 +189,7 @@ class GroupSession(Session):
 
     def _join(self, standing: GroupState, origin: str = "") -> Welcome:
         plan = plans_digest(self.table_plans)
-        welcome = self.client.join(standing, origin, self.ledger, self.group_sync.donor, plan)
-        if welcome.rows not in ("", self.rows):
-            self._unlike_data = (
-                f"the training data in {self.train_source.folder} is not what this run began with "
-                "(files, row groups, vocabularies or hashes): group "
-                f"{self.group.group}, which finds {self.shape.num_rows:,} rows, would train some "
-                "twice and others never. Put the data back as it was; what comes later belongs in "
-                "another folder"
-            )
-        if standing != "spare":
-            self._check_data()
-        elif self._unlike_data and self.groups.rank == 0:
-            self._warn_of_sync(f"{self._unlike_data}. As a spare it waits nevertheless")
-        return welcome
-
-    def _check_data(self) -> None:
-        if self._unlike_data:
-            raise StorageError(self._unlike_data)
+        return self.client.join(standing, origin, self.ledger, self.group_sync.donor, plan)
 
     def train_lease(self) -> None:
         """Train the next lease, if the group holds one. Collective over the group.
@@ -391,9 +371,7 @@ class GroupSession(Session):
             self.final_metrics = self.final_metrics | result.ledger.metrics
         self.is_leader = result.leader == self.group.group and self.standing == "current"
         self._adopt(result.ledger)
-        if is_first:
-            self._check_data()  # of one that was a spare
-            # What was trained before says nothing of the speed.
+        if is_first:  # what was trained before says nothing of the speed
             self._seen_rows, self._seen_at = result.ledger.rows_trained, time.perf_counter()
         self._hold(result.leases)
         self._find_urgency(result.num_saves)

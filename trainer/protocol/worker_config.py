@@ -46,6 +46,18 @@ class GroupConfig:
 
 
 @dataclass(frozen=True)
+class FoundData:
+    """What an attempt reads, as its driver found it.
+
+    `contents` are the `trainer.data.manifest.FileContents` of each split's folder by the file's
+    name, `encodings` a checksum of what ids stand for.
+    """
+
+    contents: Mapping[str, Mapping[str, Any]]
+    encodings: str
+
+
+@dataclass(frozen=True)
 class WorkerConfig:
     """What the driver gives every worker. `spec` has its tables and its layout resolved.
 
@@ -53,7 +65,8 @@ class WorkerConfig:
     `watch_address` (host:port) is where the driver hears the workers that have no `group`;
     `versions` are those of the driver. With `token` the workers and the coordinator of an attempt
     prove to each other that they are its own. Where hosts share no run storage `mirror` says how
-    this one's copy of the run folder is kept.
+    this one's copy of the run folder is kept. `data` is None
+    where each worker looks for itself; Ray carries a reference to it.
     """
 
     spec: JobSpec
@@ -67,6 +80,7 @@ class WorkerConfig:
     token: bytes = field(default=b"", repr=False)
     cluster: Mapping[str, Any] | None = None
     mirror: MirrorConfig | None = None
+    data: FoundData | None = None
 
     @property
     def run_label(self) -> str:

@@ -181,39 +181,31 @@ class Session:
         self._rank_writer.write(events.Note(time=time.time(), level="warning", message=message))
 
     def _open_data(self) -> None:
-        data = self.spec.data
-        root = Location.parse(data.path)
-        self.train_source = open_source(self.spec, root / data.split.train)
+        """Raises `StorageError` where vocabularies or hashes are not what the driver found."""
+        data, found = self.spec.data, self.config.data
+        root, contents = Location.parse(data.path), found.contents if found else {}
+        train, validation = data.split.train, data.split.validation
+        self.train_source = source = open_source(
+            self.spec, root / train, contents=contents.get(train)
+        )
         self.validation_source = None
-        if validation := data.split.validation:
-            self.validation_source = open_source(self.spec, root / validation, self.train_source)
+        if validation:
+            self.validation_source = open_source(
+                self.spec, root / validation, source, contents.get(validation)
+            )
         self.shape = BatchShape(self.train_source.num_rows, self.world_size, data.batch_size)
         self.shape.check(self.train_source.folder)
         order, encodings = order_digest(self.train_source, self.spec), encodings_digest(self.spec)
         self.row_order = RowOrder(self.shape.num_rows, order, encodings)
-        self.rows = order + encodings  # as `LeaseBook.rows`
-        self._compare_data()
+        if found and encodings != found.encodings:
+            raise StorageError(
+                f"vocabularies or sizes of hashes in {data.path} are not what the driver found, "
+                f"so ids would stand for other values on {self.groups.sites[self.rank].host}: is "
+                "another folder mounted there, or was the data prepared anew? Put it back as it "
+                "was; what is prepared later belongs in another folder"
+            )
         self.total_steps = self.planned_steps()
         self.schedule_shift = 0  # of decay after a resize: see `factor`
-
-    def _compare_data(self) -> None:
-        """Raise `StorageError` where ranks have found other rows: they would take other steps.
-
-        Collective over all ranks.
-        """
-        held_out = self.validation_source
-        own = self.rows, self.shape.num_rows, held_out and order_digest(held_out, self.spec)
-        found = [own] * len(self.groups.sites)
-        dist.all_gather_object(found, own, self.groups.global_group)
-        unlike = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-        if unlike is not None:
-            hosts = [site.host for site in self.groups.sites]
-            raise StorageError(
-                f"rank {unlike} on {hosts[unlike]} and rank 0 on {hosts[0]} find unlike data in "
-                f"{self.spec.data.path} (files, row groups or vocabularies; {found[unlike][1]:,} "
-                f"and {found[0][1]:,} training rows): did it change as the workers started, or is "
-                "another folder mounted on one of them? What comes later belongs in another folder"
-            )
 
     def planned_steps(self) -> int:
         """Steps of the whole run, those already done included."""

@@ -30,7 +30,7 @@ from trainer.failures import EndReason
 from trainer.fault_injection import Fault
 from trainer.layout.layout import Layout
 from trainer.protocol import requests
-from trainer.protocol.events import Metrics, Note, Recovered, SyncIntervalChanged
+from trainer.protocol.events import Metrics, Recovered, SyncIntervalChanged
 from trainer.protocol.requests import StopRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import GroupConfig, SecretEnv, WorkerConfig
@@ -158,41 +158,6 @@ def test_a_stalled_store_and_a_coordinator_lost_between_vote_and_verdict_cost_no
         campaign.finish(config)
         check_that_nobody_was_restarted(harness)
     assert list_committed(checkpoints)
-
-
-def test_a_group_that_finds_other_data_than_the_run_began_with_trains_none_of_it(
-    small_movielens: Path, tmp_path: Path
-) -> None:
-    data = shutil.copytree(small_movielens, tmp_path / "data")
-    config = elastic_config(data, tmp_path / "run", 2, 1, ONE_EPOCH, *PATIENT)
-    with ElasticHarness(config, tmp_path / "harness", 2) as harness:
-        campaign = Campaign(harness, Random(0))
-        campaign.begin()
-        (held_out,) = (data / "validation").glob("*.parquet")
-        late = shutil.copy(held_out, data / "train" / "zz.parquet")
-        harness.start_group(2, is_spare=True)
-        told = RunDir(config.run_dir).attempt(config.attempt_id)
-
-        def warnings() -> list[str]:
-            return [each.message for each in records_in(told, Note) if "spare" in each.message]
-
-        harness.wait_for(warnings, TIMEOUT_S, "the spare warns of what it finds")
-        commit = harness.commit
-        harness.life(1).kill()
-        harness.wait_for(lambda: harness.of("failed"), TIMEOUT_S, "the next group 1 has failed")
-        harness.coordinator.call("request", "want", [0, 1, 2], 0, {}, 0, {})
-        harness.wait_for(lambda: failed_of(harness, 2), TIMEOUT_S, "so has the spare, now wanted")
-        for failed in harness.of("failed"):
-            assert failed["reason"] == EndReason.STORAGE_ERROR
-            assert "is not what this run began with" in failed["message"]
-        harness.wait_for_commit(commit + 3)
-        Path(late).unlink()
-        campaign.wait_until_over()
-        campaign.finish(config)
-
-
-def failed_of(harness: ElasticHarness, group: int) -> list[Any]:
-    return [each for each in harness.of("failed") if each["group"] == group]
 
 
 def _pause(config: WorkerConfig, tmp_path: Path) -> int:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch.distributed as dist
 
-from tests.harness.ranks import run_in_turn, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.sessions import open_session, train_session
 from trainer.data.inputs import resolve_inputs
+from trainer.data.reader import find_data
+from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.errors import StorageError
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
@@ -121,24 +121,33 @@ def test_raw_columns_train_and_predict_what_depends_on_them(folder: Path, tmp_pa
     assert {"train/loss", "train/click/ne", "train/effect/mae"} <= set(metrics)
 
 
-def open_unlike(config: WorkerConfig, folder: Path) -> str:
-    """How a session ends whose rank 1 finds the data of `folder`."""
-    if dist.get_rank() == 1:
-        data = config.spec.data.model_copy(update={"path": str(folder)})
-        config = replace(config, spec=config.spec.model_copy(update={"data": data}))
-    with pytest.raises(StorageError) as refused:
-        open_session(config)
-    return str(refused.value)
+def open_changed(config: WorkerConfig, folder: Path) -> list[str]:
+    """What a rank finds after rows came into the folders, and says of other changes."""
+    for split in ("train", "validation"):
+        shutil.copy(folder / split / "rows.parquet", folder / split / "later.parquet")
+    session = open_session(config)
+    found = [f"{session.shape.num_rows} and {session.validation_source.num_rows}"]
+    few = pq.read_table(folder / "brands.parquet").slice(1)
+    pq.write_table(few, folder / "brands.parquet")
+    pq.write_table(pq.read_table(folder / "train" / "rows.parquet").slice(1), folder / "few")
+    for _ in range(2):
+        with pytest.raises(StorageError) as refused:
+            open_session(config)
+        found.append(str(refused.value))
+        shutil.copy(folder / "few", folder / "train" / "rows.parquet")
+    return found
 
 
-def test_no_rank_trains_where_they_find_unlike_data(folder: Path, tmp_path: Path) -> None:
-    spec = resolve_inputs(load_spec(SPEC, [f"data.path={folder}"]))
-    config = WorkerConfig(spec, tmp_path / "run", "job-plain-a0", 0)
-    calls, told = [], []
-    for split, num_rows in (("train", 2 * NUM_ROWS), ("validation", NUM_ROWS)):
-        unlike = shutil.copytree(folder, tmp_path / split)
-        shutil.copy(unlike / split / "rows.parquet", unlike / split / "later.parquet")
-        calls.append((open_unlike, config, unlike))
-        told.append(f"{num_rows:,} and {NUM_ROWS:,} training rows")
-    for found, expected in zip(run_in_turn(2, *calls), told, strict=True):
-        assert all(expected in message and "rank 1 on " in message for message in found)
+def test_workers_read_what_the_driver_found_whatever_comes_later_and_refuse_what_has_changed(
+    folder: Path, tmp_path: Path
+) -> None:
+    data = shutil.copytree(folder, tmp_path / "data")
+    settings = [f"data.path={data}", "parallelism.workers=1", "parallelism.shard_group_size=1"]
+    spec = resolve_inputs(load_spec(SPEC, settings))
+    found = find_data(spec)
+    config = WorkerConfig(spec, tmp_path / "run", "job-plain-a0", 0, data=found)
+    assert LeaseBook.of(spec, found).num_rows_left == NUM_ROWS * spec.training.epochs
+    [(sizes, vocabulary, rows)] = run_ranks(open_changed, 1, config, data)
+    assert sizes == f"{NUM_ROWS} and {NUM_ROWS}"
+    assert "vocabularies or sizes of hashes" in vocabulary
+    assert f"{NUM_ROWS - 1:,} rows in" in rows and "is another folder mounted" in rows

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from trainer.coordination.messages import EpochRows, Lease, Ledger
 from trainer.data.position import Span, Spans
-from trainer.data.reader import encodings_digest, lease_windows, open_source, order_digest
+from trainer.data.reader import lease_windows, open_source
+from trainer.protocol.worker_config import FoundData
 from trainer.spec.job import JobSpec
 from trainer.storage import Location
 
@@ -203,16 +204,13 @@ class LeaseBook:
         windows: Sequence[int] | Callable[[int], Sequence[int]] = (),
         num_lanes: int = 1,
         rows_per_step: int = 1,
-        rows: str = "",
     ) -> None:
         """`num_rows` are the rows of one epoch; the run has `epochs`, or ends at `max_rows`.
 
         A group takes `rows_per_step` at once, and leases are of whole steps. Skipped rows count
         towards `max_rows` as trained ones do. `windows` are row bounds for all epochs (0, ...,
-        number of rows), or give those of an epoch; none stand for one window. `rows` is a checksum
-        of which rows they are and of what their ids stand for, "" where nobody compares it.
+        number of rows), or give those of an epoch; none stand for one window.
         """
-        self.rows = rows
         self._num_rows = num_rows
         self._epochs = epochs
         self._rows_per_lease = rows_per_lease
@@ -225,13 +223,14 @@ class LeaseBook:
         self.restore(Ledger())
 
     @classmethod
-    def of(cls, spec: JobSpec) -> LeaseBook:
+    def of(cls, spec: JobSpec, found: FoundData | None = None) -> LeaseBook:
         """That of a fresh run, leased by the (least) sync interval of a group.
 
         Reads the metadata of its data; raises a `DataError`.
         """
         data, training, parallelism = spec.data, spec.training, spec.parallelism
-        source = open_source(spec, Location.parse(data.path) / data.split.train)
+        contents = found.contents[data.split.train] if found else None
+        source = open_source(spec, Location.parse(data.path) / data.split.train, contents=contents)
         rows_per_step = parallelism.world_size * data.batch_size
         return cls(
             num_rows=source.num_rows,
@@ -241,7 +240,6 @@ class LeaseBook:
             windows=lease_windows(source, spec),
             num_lanes=parallelism.group_size,
             rows_per_step=parallelism.group_size * data.batch_size,
-            rows=order_digest(source, spec) + encodings_digest(spec),
         )
 
     def restore(self, ledger: Ledger) -> None:

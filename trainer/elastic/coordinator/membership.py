@@ -59,7 +59,6 @@ class Membership:
         self._groups = GroupRegistry(policy)
         self._metrics = RunMetrics(policy.rows_per_step)
         self._rounds = SyncRounds(policy, book, self._groups, self._metrics, self._effects)
-        self._rows = book.rows
         self._expected = set(range(policy.num_groups))
         self._stragglers: deque[events.StragglerFound] = deque(maxlen=_NUM_STRAGGLERS)
         self._start_since: float | None = None
@@ -136,7 +135,7 @@ class Membership:
         The others ask by it whether there is somebody to copy from, which is not known yet.
         """
         waiting, self._unwelcomed = self._unwelcomed, []
-        welcome = Welcome(has_current=bool(self._groups.current), rows=self._rows)
+        welcome = Welcome(has_current=bool(self._groups.current))
         for speaker, request_id in waiting:
             group = self._groups.find(speaker)
             if group and self._is_recovering and not group.was_in_round:

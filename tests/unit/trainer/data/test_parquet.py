@@ -13,8 +13,14 @@ import pytest
 
 from trainer.data import parquet
 from trainer.data.manifest import contents_in
-from trainer.data.parquet import ParquetSource, read_schema
-from trainer.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
+from trainer.data.parquet import ParquetSource, known_contents, read_schema
+from trainer.errors import (
+    ColumnError,
+    CorruptFileError,
+    SourceMissingError,
+    StorageError,
+    TooFewRowsError,
+)
 from trainer.storage import Location
 
 
@@ -84,10 +90,13 @@ def test_of_a_prepared_folder_one_footer_is_read_and_of_another_all(prepared, tm
     older = {n: each.model_copy(update={"group_rows": ()}) for n, each in known.items()}
     with patch.object(parquet, "read_footer", wraps=parquet.read_footer) as read:
         sources, num_read = [], []
-        for contents in (known, older, dict(list(known.items())[1:])):
+        for in_manifest in (known, older, dict(list(known.items())[1:])):
+            with patch.object(parquet, "contents_in", return_value=in_manifest):
+                contents = known_contents(Location.parse(prepared), Location.parse(folder))
             sources.append(ParquetSource(folder, columns, contents))
             num_read.append(read.call_count - sum(num_read))
         assert num_read == [1, len(known), len(known)]
+        assert [*sources[0].contents] == [*sources[1].contents] == sorted(known)
         for source in sources[1:]:
             assert source.group_rows.tolist() == sources[0].group_rows.tolist()
             assert source.decoded_bytes == sources[0].decoded_bytes
@@ -97,11 +106,12 @@ def test_of_a_prepared_folder_one_footer_is_read_and_of_another_all(prepared, tm
             assert sources[0].read_group(group) == sources[1].read_group(group)
         assert read.call_count == 3 * len(known), "once for each file"
 
-    name, contents = next(iter(known.items()))
-    first, *others = contents.group_rows
-    wrong = contents.model_copy(update={"group_rows": (first + 1, *others)})
-    with pytest.raises(CorruptFileError, match=f"{name}: row group 0 cannot be read"):
-        ParquetSource(folder, columns, known | {name: wrong}).read_group(0)
+    for name, error in ((min(known), StorageError), (max(known), CorruptFileError)):
+        first, *others = known[name].group_rows
+        wrong = known[name].model_copy(update={"group_rows": (first + 1, *others)})
+        with pytest.raises(error, match=name):
+            source = ParquetSource(folder, columns, known | {name: wrong})
+            [source.read_group(group) for group in range(len(source.group_rows))]
 
 
 def test_a_byte_that_changed_in_a_prepared_file_is_found(prepared, tmp_path):

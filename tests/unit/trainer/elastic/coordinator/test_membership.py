@@ -1423,7 +1423,7 @@ def test_a_result_that_leaves_one_copy_of_four_causes_a_save_and_scales_moments(
     for name in ("optimizers", "tuner", "quarantine", "_stream", "_loader"):
         setattr(session, name, Mock())
     session._leases, session._num_copies, session._num_saves = deque(), 0, 0
-    session.group, session._unlike_data = SimpleNamespace(group=0), ""
+    session.group = SimpleNamespace(group=0)
     for num_copies, is_due in ((4, False), (1, True)):
         copies = [SimpleNamespace(standing="current")] * num_copies
         listener = SimpleNamespace(standing="listening")

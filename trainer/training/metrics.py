@@ -252,7 +252,9 @@ class _TaskMetrics:
             threshold = 1.0 if self._threshold is None else self._threshold
             least = threshold - _LABEL_TOLERANCE * max(1.0, abs(threshold))
             places = _bins_of(distances) + _AUC_BINS * (labels >= least)
-            self._auc.view(-1).index_add_(0, places, weights.double())
+            # Rows without a score stand in no order: as of the other metrics there is no value.
+            weights = weights.double().where(~scores.isnan(), torch.nan)
+            self._auc.view(-1).index_add_(0, places, weights)
 
     def compute(self) -> dict[str, float]:
         """Values by metric; the sums are those of all ranks.

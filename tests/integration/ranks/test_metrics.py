@@ -106,6 +106,19 @@ def test_without_a_row_that_counts_there_are_no_metrics_and_none_that_divides_by
         assert all(map(math.isfinite, [*after.values(), *of_one_class.values()]))
 
 
+def measure_rows_without_a_score() -> dict[str, float]:
+    meter = TaskMeter([TaskSpec(name="t", loss="bce", metrics=("auc", "logloss"))], BATCH_SIZE)
+    batch, outputs = batch_of(0, 0, is_binary=True)
+    outputs[0] = math.nan
+    meter.update(batch, torch.zeros(()), outputs)
+    return meter.compute("train")
+
+
+def test_an_auc_of_rows_without_a_score_is_none_as_other_metrics_are() -> None:
+    (values,) = run_ranks(measure_rows_without_a_score, 1)
+    assert math.isnan(values["train/auc"]) and math.isnan(values["train/logloss"])
+
+
 def _take_in(meter: TaskMeter, seed: int, loss: str, rank: int | None = None) -> None:
     """A batch of this rank, or of another one."""
     rank = torch.distributed.get_rank() if rank is None else rank

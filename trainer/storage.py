@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -53,6 +54,8 @@ _MAX_BEGINNINGS = 5
 _REQUEST_TIMEOUT_S = 15.0
 _MAX_ATTEMPTS = 3
 _COPY_CHUNK_BYTES = 8 * 1024 * 1024
+# Of a larger read so much at most is read again where a connection breaks.
+_READ_BYTES = 64 * 1024 * 1024
 # Two parts of 10 MiB for each of Arrow's 8 threads.
 _UNSENT_BYTES = 160 * 1024 * 1024
 
@@ -300,9 +303,14 @@ class Location:
         Faults of storage are retried and raised as by `open_input`; what `parser` raises about the
         contents (pyarrow's errors, some of which are OSErrors) comes as it is.
         """
+        with self.reading(), self.open_input() as file:
+            return parser(file)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn errors of a disk into `DataError`s; what a parser raises comes as it is."""
         try:
-            with self.open_input() as file:
-                return parser(file)
+            yield
         except OSError as error:
             if error.errno is None:
                 raise
@@ -443,12 +451,16 @@ class _RemoteInput(io.RawIOBase):
         self._position = max(0, start[whence] + offset)
         return self._position
 
-    def read(self, size: int | None = -1, /) -> bytes:
+    def read(self, size: int | None = -1, /) -> Any:
         """Up to `size` bytes, by default all that are left; raises a `DataError`."""
         left = max(0, self._size_bytes - self._position)
         wanted = left if size is None or size < 0 else min(size, left)
-        content = self._location.retried("read", lambda: self._read(wanted)) if wanted else b""
-        self._position += len(content)
+        content = bytearray(wanted)
+        for start in range(0, wanted, _READ_BYTES):
+            read = partial(self._read, min(_READ_BYTES, wanted - start))
+            piece = self._location.retried("read", read)
+            content[start : start + len(piece)] = piece
+            self._position += len(piece)
         return content
 
     def close(self) -> None:

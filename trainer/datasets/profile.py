@@ -390,7 +390,7 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
 
 def _parquet_batches(file: Location, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
     try:
-        with pq.ParquetFile(file.open_input()) as parquet:
+        with file.reading(), pq.ParquetFile(file.open_input()) as parquet:
             schema = as_read(parquet.schema_arrow)
             for batch in parquet.iter_batches(_BATCH_ROWS):
                 yield pl.DataFrame(pa.table(batch).cast(schema).select(columns))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import pickle
+from dataclasses import replace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -237,6 +238,26 @@ def test_the_time_in_which_an_upload_went_well_is_no_part_of_the_budget() -> Non
     with pytest.raises(StorageAwayError):
         endless.retried()
     assert len(endless.clock.slept) == 5
+
+
+def test_a_read_goes_on_where_its_connection_broke(monkeypatch) -> None:
+    content, asked = bytes(range(100)), []
+    monkeypatch.setattr(module, "_READ_BYTES", 30)
+    monkeypatch.setattr(module, "time", FakeClock())
+
+    def read_at(size: int, position: int) -> bytes:
+        asked.append((position, size))
+        if len(asked) in (3, 4):
+            raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 18")
+        return content[position : position + size]
+
+    remote = Mock(read_at=read_at, size=lambda: len(content))
+    file = Location.parse("s3://bucket/key?region=us-east-1")
+    file = replace(file, fs=Mock(open_input_file=lambda _: remote))
+    with file.open_input() as stream:
+        assert stream.read(95) == content[:95]
+        assert stream.read() == content[95:]
+    assert asked == [(0, 30), (30, 30), *3 * [(60, 30)], (90, 5), (95, 5)]
 
 
 def test_messages_of_the_sdks_are_told_apart() -> None:

@@ -46,11 +46,11 @@ def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
 
     Where the first has none, carriage returns end lines: they become line feeds.
     Raises `CorruptFileError` for an empty file, a compressed one that is cut short, and a line that
-    is longer than a block; `StorageError` where a remote file cannot be read for now.
+    is longer than a block; `StorageError` where storage does not let it be read for now.
     """
     first_line, rest, has_feeds = 1, b"", None
     try:
-        with _open(source) as stream:
+        with source.reading(), _open(source) as stream:
             while block := stream.read(block_bytes):
                 if has_feeds is None:
                     # A block may end between the two characters of a line's end.

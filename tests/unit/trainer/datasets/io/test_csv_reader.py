@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.wait import scaled
+from trainer.datasets.io import csv_reader
 from trainer.datasets.io.csv_reader import (
     BlockReader,
     CsvColumn,
@@ -18,7 +22,7 @@ from trainer.datasets.io.csv_reader import (
     last_line_end,
     read_blocks,
 )
-from trainer.errors import BadValueError, CorruptFileError, DataError
+from trainer.errors import BadValueError, CorruptFileError, DataError, StorageError
 from trainer.storage import Location
 
 COLUMNS = [integer("userId"), CsvColumn("rating", "a number", (0, 5)), CsvColumn("tag")]
@@ -101,6 +105,13 @@ def test_lines_may_end_by_carriage_returns_alone_but_not_by_one_among_line_feeds
     path.write_text("userId,ra\rting,tag\n1,3,ok\n")
     with pytest.raises(CorruptFileError, match=r"ratings\.csv, line 1: .*end lines by line feeds"):
         read_csv(path)
+
+
+def test_a_disk_that_fails_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
+    stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    monkeypatch.setattr(csv_reader, "_open", Mock(side_effect=stale))
+    with pytest.raises(StorageError, match=r"ratings\.csv cannot be read: .*Stale file handle"):
+        list(read_blocks(Location.parse(write(tmp_path, "1\n")), 64))
 
 
 def test_a_line_end_of_two_characters_that_a_block_cuts_is_one(tmp_path):

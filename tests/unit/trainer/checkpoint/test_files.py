@@ -85,6 +85,20 @@ def test_a_checkpoint_that_is_half_deleted_does_not_exist(
     assert saved.exists() and list_committed(tmp_path) == []
 
 
+def test_files_of_a_deleted_checkpoint_that_stay_are_told_and_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = add(tmp_path, 1)
+    (saved / "__0_0.distcp").touch()
+    with monkeypatch.context() as busy:
+        busy.setattr(os, "rmdir", Mock(side_effect=OSError(errno.EBUSY, "busy")))
+        remove_folder(saved)
+    assert f"files of {saved} cannot be removed" in caplog.text
+    assert list_committed(tmp_path) == []
+    remove_uncommitted(tmp_path)
+    assert not saved.exists()
+
+
 def test_a_file_that_a_network_disk_does_not_give_is_neither_damaged_nor_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,12 @@ def places(compared: Compared, points: Sequence[MetricPoint], axis: str) -> list
 
 
 def best_of(name: str, points: Sequence[MetricPoint]) -> float | None:
-    """The best finite value of a metric, over all of its points."""
+    """The best finite value of a metric, over all of its points.
+
+    None where 1 is best and a point stands for values on both sides of it: the nearest is not told.
+    """
+    if direction_of(name) == "approach_one" and any(each.min < 1 < each.max for each in points):
+        return None
     values = [value for point in points for value in (point.min, point.max)]
     finite = [value for value in values if math.isfinite(value)]
     return min(finite, key=partial(loss_of, direction_of(name)), default=None)

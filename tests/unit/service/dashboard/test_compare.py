@@ -36,6 +36,9 @@ def test_the_best_value_is_the_least_unless_more_is_better() -> None:
     assert best_of("validation/auc", ()) is None
     assert best_of("validation/caucasus/ne", POINTS) == 0.7
     assert best_of("validation/calibration", POINTS) == 1.0
+    on_both_sides = MetricPoint(30, NOW, 1.0, 0.9, 1.1)
+    assert best_of("validation/calibration", [*POINTS, on_both_sides]) is None, "it is not told"
+    assert best_of("validation/auc", [on_both_sides]) == 1.1
     assert default_metrics([queued_job()])[:2] == ["validation/rmse", "train/rmse"]
 
 

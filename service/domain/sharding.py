@@ -167,9 +167,9 @@ def loads_of(tables: Iterable[TablePlan], shard_group_size: int) -> list[dict[st
 class TableUse:
     """What a table was last seen to do: over all ranks that report together.
 
-    `lookups` of a step, and the share of them that go to the hottest hundredth of its rows. Shares
-    of its rows, and bytes of one copy, that a sync averages: as measured, and as the spec predicts
-    if no id comes twice. None where that was not reported.
+    `lookups` of a step, and the share of them that go to the hottest hundredth of the rows that a
+    rank looks up in it. Shares of the table's rows, and bytes of one copy, that a sync averages: as
+    measured, and as the spec predicts if no id comes twice. None where that was not reported.
     """
 
     name: str

@@ -224,7 +224,7 @@ METRICS = {
     "balance/step": "time on work of their own: slowest rank over the mean of all",
     "balance/lookup_time": "time in lookups: slowest rank over the mean of all",
     "table/TABLE/lookups": "ids looked up in a step, over the ranks that report together",
-    "table/TABLE/hottest": "share of them that go to the hundredth of its rows looked up most",
+    "table/TABLE/hottest": "share of them that go to the hundredth looked up most of a step's rows",
     "table/TABLE/synced": "share of the table's rows that a sync averages",
     "memory/peak_rss_bytes": "the most host memory that any rank has taken so far",
     "memory/peak_rss_bytes/POSITION": "of the ranks at this position of their sharding groups, "

@@ -41,7 +41,8 @@ class Sink(Protocol):
 
 
 class Feed:
-    """Feeds one sink until closed. `warn` tells the timeline, once, that the sink fails.
+    """Feeds one sink until closed. `warn` tells the timeline, once, that the sink fails, and at the
+    end that it has not taken everything.
 
     A sink that `is_of_attempt` takes no records of earlier attempts.
     """
@@ -63,6 +64,7 @@ class Feed:
         self._warn = warn
         self._is_open = False
         self._has_warned = False
+        self._has_all = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink-{sink.name}", daemon=True)
 
@@ -70,18 +72,22 @@ class Feed:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Feed what is left, for at most `timeout_s`; the next attempt would take the rest."""
-        self._closing.set()
+        """Feed what is left, for at most `timeout_s`, if it was started."""
         if self._thread.ident is None:
-            self._thread.start()
+            return  # The attempt was none of the job's: the records are another one's to feed.
+        self._closing.set()
         self._thread.join(timeout_s)
+        if not self._has_all:
+            # Another attempt would go on from there.
+            self._warn(f"{self._sink.name} has not taken all of the job's records")
 
     def _run(self) -> None:
         pause_s = INTERVAL_S
         while not self._closing.wait(pause_s):
             has_worked = self.feed()
             pause_s = INTERVAL_S if has_worked else min(_MAX_PAUSE_S, 2 * pause_s)
-        if self.feed():
+        self._has_all = self.feed()
+        if self._has_all:
             with contextlib.suppress(Exception):  # nothing is lost that was taken
                 self._sink.close()
 
@@ -120,7 +126,9 @@ class Feed:
             return
         self._has_warned = True
         logger.warning("%s", message, exc_info=error)
-        self._warn(f"{message}; training goes on, and they are offered again")
+        if not self._closing.is_set():
+            message += "; training goes on, and they are offered again"
+        self._warn(message)
 
 
 class Cursor(BaseModel):

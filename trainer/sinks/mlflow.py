@@ -40,6 +40,9 @@ class MlflowSink:
         """Find the job's run, or begin it."""
         # MLflow would report its use to its makers: nobody asked the user for that.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        # By default it tries for minutes, longer than a driver waits at its end.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self.tracking_uri)
@@ -74,12 +77,14 @@ class MlflowSink:
             known.experiment_id if known else self._client.create_experiment(self.experiment)
         )
         wanted = f"tags.`{_JOB_TAG}` = '{self.job_id}'"
-        if found := self._client.search_runs([experiment_id], wanted, max_results=1):
+        found = self._client.search_runs([experiment_id], wanted, max_results=1)
+        if found and found[0].data.params:
             return str(found[0].info.run_id)
         labels = self.spec.get("labels", {}).items()
         tags = {_JOB_TAG: self.job_id, **{_name(f"label.{key}"): text for key, text in labels}}
         name = str(self.spec.get("name", self.job_id))
-        run = self._client.create_run(experiment_id, tags=tags, run_name=name)
+        # One that has none was begun, and its parameters did not arrive.
+        [run] = found or [self._client.create_run(experiment_id, tags=tags, run_name=name)]
         fields = {_name(key): text[:_MAX_PARAM_CHARS] for key, text in flattened(self.spec)}
         params = itertools.starmap(Param, itertools.islice(fields.items(), _MAX_PARAMS))
         self._client.log_batch(run.info.run_id, params=[*params])

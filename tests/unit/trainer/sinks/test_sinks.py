@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
@@ -152,6 +153,32 @@ def test_a_feed_in_its_thread_takes_what_is_left_when_it_is_closed(run_dir: RunD
     assert sink.is_closed
 
 
+def test_a_feed_that_was_never_started_hands_over_nothing_when_it_is_closed(
+    run_dir: RunDir,
+) -> None:
+    # A driver that started too late: its job has gone on in another attempt.
+    _write(run_dir, 0, attempt_ended("cancelled"))
+    sink, warnings = _List(), list[str]()
+    _feed(sink, run_dir, 0, warnings).close(scaled(10))
+    assert (sink.taken, warnings) == ([], [])
+    assert not run_dir.sink_path(sink.name).exists()
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_a_sink_has_not_taken_at_the_end_is_told(run_dir: RunDir, is_slow: bool) -> None:
+    sink, warnings, released = _List(), list[str](), threading.Event()
+    sink.error = ConnectionError("nobody there")
+    if is_slow:
+        sink.open = released.wait
+    feed = _feed(sink, run_dir, 0, warnings)
+    feed.start()
+    _write(run_dir, 0, attempt_ended("completed"))
+    feed.close(0.1 if is_slow else scaled(10))
+    released.set()
+    assert warnings[-1] == "list has not taken all of the job's records"
+    assert not any("offered again" in warning for warning in warnings)
+
+
 def test_tensorboard_reads_the_metrics_of_all_attempts_as_one_run(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +258,35 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
     assert history[0].timestamp == (NOW + 10) * 1000
 
 
+def test_parameters_that_mlflow_did_not_take_are_sent_again(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    feed = _feed(MlflowSink(uri, "recommenders", JOB, {"name": "ratings"}), run_dir)
+    _write(run_dir, 0, _STARTED)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", Mock(side_effect=OSError("away")))
+        assert not feed.feed()
+    assert feed.feed()
+    client = MlflowClient(tracking_uri=uri)
+    [run] = client.search_runs([client.get_experiment_by_name("recommenders").experiment_id])
+    assert run.data.params == {"name": "ratings"}
+
+
+def test_mlflow_that_answers_no_request_is_given_up_soon(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MAX_RETRIES", "TIMEOUT"):
+        # Set, so that what the sink sets is undone.
+        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", "1")
+        monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}")
+    with http_stub(503) as away:
+        assert not _feed(MlflowSink(away.url, "recommenders", JOB, {}), run_dir).feed()
+    assert len(away.received) == 2
+
+
 def test_an_attempt_is_a_span_in_the_trace_of_its_job(run_dir: RunDir) -> None:
     exporter = InMemorySpanExporter()
     sink = SpanSink("", TRACEPARENT, f"{JOB}-a0", exporter)
@@ -290,6 +346,7 @@ def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir:
     shared = run_dir.root.parent / "boards"
     files.spec_path.write_text(f'{{"sinks": {{"tensorboard": {{"dir": "{shared}"}}}}}}')
     [feed] = open_sinks(run_dir, f"{JOB}-a0", JOB, writer)
+    feed.start()
     feed.close(scaled(30))
     assert [*shared.iterdir()] == [shared / JOB] and [*(shared / JOB).iterdir()]
     files.spec_path.write_text('{"name": "x", "sinks": {"tensorboard": {}}}')

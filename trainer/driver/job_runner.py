@@ -73,7 +73,8 @@ _OTHERS_S = 180.0
 
 @dataclass
 class JobGoodput:
-    """Goodput over all runs of an attempt's workers; `now` is Unix time in seconds."""
+    """Goodput over all runs of an attempt's workers; `now` never runs backwards, and is near to
+    Unix time in seconds."""
 
     write: Callable[[Event], None]
     step: int = 0
@@ -317,6 +318,8 @@ class JobRunner:
         )
         self._requests = ResizeRequests(self.attempt.context.files)
         self._goodput = JobGoodput(self.attempt.writer.write)
+        # Time that never runs backwards, near to Unix time.
+        self._epoch_s = time.time() - self.clock()
         self._replacements = ReplacementPolicy(self.attempt.spec.recovery.replace_stragglers)
         self._size: int | None = None
         self._cause = ""
@@ -331,19 +334,22 @@ class JobRunner:
         has_trained = self._cause != EndReason.NO_ROOM
         self.attempt.report_size(before, self._size, self._cause, request, restarted=has_trained)
         run = self._run(run_index, current)
-        self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), time.time())
+        self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), self._now())
         if self.attempt.capacity:
             self.attempt.capacity.give(run.node_ids)
         future = self.launch(run)
         given_up = self._attend(run_index, current, future)
         if given_up is PAUSED_EARLY:
-            self._goodput.end(time.time(), is_lost=False)
+            self._goodput.end(self._now(), is_lost=False)
             return given_up
         failure = future.result()
         failure = given_up if failure and given_up else failure
         is_hung = failure is not None and failure.reason == EndReason.HANG
-        self._goodput.end(time.time(), is_lost=failure is not None, is_hung=is_hung)
+        self._goodput.end(self._now(), is_lost=failure is not None, is_hung=is_hung)
         return self._judge(run_index, failure)
+
+    def _now(self) -> float:
+        return self._epoch_s + self.clock()
 
     def _plan(self) -> Plan | None:
         """Decide on the size, once the room of the last run is free again or known lost.
@@ -426,7 +432,7 @@ class JobRunner:
         is_asked = leaves_straggler = False
         while not future.done():
             self.wait(_POLL_S)
-            self._goodput.poll(time.time())
+            self._goodput.poll(self._now())
             if given_up is None and (given_up := self.hang_monitor.check(run_index)):
                 kill_at = self.clock() + _KILL_AFTER_S
             if self.clock() >= kill_at:

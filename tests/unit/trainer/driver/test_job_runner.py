@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import ANY, create_autospec
+from unittest.mock import ANY, Mock, create_autospec
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.harness.builders import spec
 from tests.harness.files import records_in
 from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
+from trainer.driver import job_runner
 from trainer.driver.attempt import MIRROR_S, PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
 from trainer.driver.autoscale import CapacityManager, CapacityRequest
 from trainer.driver.cluster import Host
@@ -381,6 +382,18 @@ def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_end
     config = world.launched[0].config
     assert config.watch_address == "127.0.0.1:1"
     assert config.token == world.runner.attempt.token
+
+
+def test_a_clock_that_is_set_back_takes_nothing_from_the_time_that_was_lost(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Mock(time=lambda: 1e9 + world.now - 3600 * (world.now > 5))
+    monkeypatch.setattr(job_runner, "time", clock)
+    runner = world.runner_of(world.attempt)
+    world.plot = [(30, world.end())]
+    assert runner.run_once(0) is None
+    (last,) = world.told(events.Metrics)[-1:]
+    assert last.values["goodput/lost_s/start"] == pytest.approx(30)
 
 
 def test_a_straggler_is_left_at_a_restart_from_a_checkpoint_where_others_have_room(

@@ -21,6 +21,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -323,9 +324,12 @@ def list_committed(
 
 
 def superseded_in(*run_dirs: Path) -> Callable[[str], bool]:
-    """Whether a checkpoint, by its name, was left behind by a rewind of the runs in `run_dirs`."""
-    rewinds = [read_rewind(RunDir(each).rewind_path) for each in run_dirs]
-    return lambda name: any(rewind.supersedes(name) for rewind in rewinds if rewind)
+    """Whether a checkpoint, by its name, was left behind by a rewind of the runs in `run_dirs`.
+
+    They are read when a first name is asked for, which raises OSError where storage is away.
+    """
+    rewinds = cache(lambda: [read_rewind(RunDir(each).rewind_path) for each in run_dirs])
+    return lambda name: any(rewind.supersedes(name) for rewind in rewinds() if rewind)
 
 
 def beyond_retention(

@@ -24,7 +24,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_serializer
 
 from trainer.protocol.run_dir import AttemptDir, write_whole
-from trainer.protocol.untrusted import read_untrusted
+from trainer.protocol.untrusted import NotRegular, read_untrusted
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +106,15 @@ class Rewind(BaseModel):
 
 
 def read_rewind(path: Path) -> Rewind | None:
-    """The choice in a file; None where nobody made one. One that cannot be read is none."""
+    """The choice in a file; None where nobody made one, or what is there is no choice.
+
+    Raises OSError where storage is away: the choice must not be passed over.
+    """
     try:
         return Rewind.model_validate_json(read_untrusted(path, path.parent))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValidationError) as error:
+    except (NotRegular, ValidationError) as error:
         logger.warning("%s is ignored: %s", path, error)
         return None
 

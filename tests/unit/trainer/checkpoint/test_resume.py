@@ -207,6 +207,17 @@ def test_without_a_readable_choice_the_newest_counts(tmp_path: Path) -> None:
     assert read_rewind(path) is None
     path.write_text(CHOSEN.model_dump_json())
     assert read_rewind(path) == CHOSEN
+    (tmp_path / "link").symlink_to(path)
+    assert read_rewind(tmp_path / "link") is None
+
+
+def test_a_choice_that_storage_does_not_give_is_not_passed_over(
+    tmp_path: Path, saved: list[Path], one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = OSError(errno.ESTALE, "stale")
+    monkeypatch.setattr("trainer.protocol.requests.read_untrusted", Mock(side_effect=stale))
+    with pytest.raises(OSError, match="stale"):
+        find_source(tmp_path, tmp_path / "runs")
 
 
 @pytest.fixture

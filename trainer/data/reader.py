@@ -176,7 +176,7 @@ def order_digest(source: ParquetSource, spec: JobSpec) -> str:
 
 def encodings_digest(spec: JobSpec) -> str:
     """A checksum of what decides which value each id in the data stands for: vocabularies, and how
-    many ids each column of a prepared folder may hold, which is what they are hashed by.
+    many ids each column of a prepared folder may hold, and its seed, by which they are hashed.
 
     Raises a `DataError`.
     """
@@ -185,6 +185,9 @@ def encodings_digest(spec: JobSpec) -> str:
         manifest = read_manifest(data / MANIFEST_NAME)
         known = {name: entry.sha256 for name, entry in manifest.vocabularies.items()}
         decisive = [manifest.vocab_sizes, known]
+        # With vocabularies it is that of the order of rows alone. Early digests had none of it.
+        if not known and (seed := manifest.options.get("seed")):
+            decisive.append(seed)
     files = [data / feature.vocabulary_file for feature in spec.features if feature.vocabulary]
     decisive += [file.size_and_sha256() for file in files]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()

@@ -99,16 +99,17 @@ def test_ids_have_a_digest_of_their_vocabularies_and_of_what_they_are_hashed_by(
     document = spec_document(tmp_path)
     spec = validate_spec(document | {"features": [*document["features"], words]})
     (tmp_path / "vocab").mkdir()
-    content = {"source": "s", "splits": {}, "columns": {}, "options": {}, "statistics": {}}
-    found = []
-    for num_buckets, values in ((10, ["a", "b"]), (11, ["a", "b"]), (11, ["b", "a"])):
+    content = {"source": "s", "splits": {}, "columns": {}, "statistics": {}}
+    found, ab, ba = [], ["a", "b"], ["b", "a"]
+    for num_buckets, values, seed in ((10, ab, 0), (11, ab, 0), (11, ba, 0), (11, ba, 1)):
         vocabulary = pa.table({"value": values, "index": [1, 2]})
         pq.write_table(vocabulary, tmp_path / "vocab" / "word.parquet")
-        write_manifest(tmp_path, Manifest(vocab_sizes={"user": num_buckets}, **content))
+        made = {"vocab_sizes": {"user": num_buckets}, "options": {"seed": seed}, **content}
+        write_manifest(tmp_path, Manifest(**made))
         assert encodings_digest(spec) == encodings_digest(spec)
         found.append(encodings_digest(spec))
     (tmp_path / "manifest.json").unlink()
-    assert len({*found, encodings_digest(spec)}) == 4
+    assert len({*found, encodings_digest(spec)}) == 5
 
 
 def digest(

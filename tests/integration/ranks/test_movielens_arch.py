@@ -124,6 +124,8 @@ def test_a_run_whose_validation_stands_still_ends_and_stays_ended(
     assert (progress.step, progress.total_steps) == (24, 24)
     reported = [each.step for each in told(tmp_path, Metrics) if "train/loss" in each.values]
     assert reported == [20, 24], "also what came after the last report that was due"
+    timed = [each.step for each in told(tmp_path, Metrics) if "speed/rows_per_s" in each.values]
+    assert timed == [20], "the rest is too short to say how fast the job was"
     again = run_ranks(train_session, 2, next_run(config))
     assert resumed_step(tmp_path) == 24
     assert {rank["state"].step for rank in again} == {24}

@@ -196,6 +196,8 @@ def _chosen(
     ]
     if not fitting:
         wanted = path or (f"at step {step}" if step is not None else "yet")
+        if not checkpoints:
+            wanted += " (clone the job to begin anew)"
         raise errors.CheckpointNotFound(job_id, wanted, [each.step for each in checkpoints])
     return max(fitting, key=lambda each: (each.step, each.created_at))
 

@@ -52,7 +52,7 @@ def test_what_makes_no_sense_is_a_conflict(api: Api, client: ShardloomClient) ->
     end(api, job_id)
     with pytest.raises(Conflict, match="already ended"):
         client.pause(job_id)
-    with pytest.raises(NotFound, match="has no checkpoint yet"):
+    with pytest.raises(NotFound, match=r"has no checkpoint yet \(clone the job"):
         client.restart(job_id)
 
 

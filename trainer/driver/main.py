@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 import httpx
+from pydantic_core import from_json
 
 from trainer import failures
 from trainer.coordination.detection import ReplacementPolicy
@@ -62,6 +63,7 @@ from trainer.protocol import events
 from trainer.protocol.mirror import MirrorThread
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import RunDir, write_whole
+from trainer.protocol.untrusted import read_untrusted
 from trainer.protocol.versions import check_versions, installed_versions
 from trainer.protocol.worker_config import SecretEnv
 from trainer.sinks import open_sinks
@@ -182,6 +184,30 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
     return failure
 
 
+def keep_scales(spec: JobSpec, context: DriverContext) -> JobSpec:
+    """The spec with mean and deviation of each number as an earlier attempt found them.
+
+    The model was trained by these; of rows that came since, others would be measured. Where no
+    earlier attempt says, or can be read, they are.
+    """
+    job, _, number = context.attempt_id.rpartition("-a")
+    for earlier in reversed(range(int(number) if number.isdecimal() else 0)):
+        path = RunDir(context.run_dir).attempt(f"{job}-a{earlier}").resolved_spec_path
+        with suppress(OSError, ValueError, KeyError):
+            document = from_json(read_untrusted(path, context.files.runs_dir))
+            known = {
+                each.name: each for each in JobSpec.checked(document, {"stored": True}).features
+            }
+            features = [
+                each.model_copy(update={"mean": known[each.name].mean, "std": known[each.name].std})
+                if each.transform == "standardise" and None in (each.mean, each.std)
+                else each
+                for each in spec.features
+            ]
+            return spec.model_copy(update={"features": tuple(features)})
+    return spec
+
+
 def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     """Resolve the spec, and report that the attempt has started.
 
@@ -190,7 +216,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     import ray
 
     report = partial(warn, writer)
-    spec = resolve_inputs(context.read_spec(), report)
+    spec = resolve_inputs(keep_scales(context.read_spec(), context), report)
     data = ray.put(find_data(spec))
     use_gpu, capacity, max_workers = wants_gpu(spec, num_gpus()), None, context.cluster_max_workers
     if max_workers is not None:

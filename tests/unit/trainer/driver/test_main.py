@@ -164,6 +164,32 @@ def test_a_training_whose_checkpoints_the_driver_does_not_see_is_tried_again_wit
     assert f"{tmp_path.name}/checkpoints shows the driver's host no" in ended.message
 
 
+@pytest.mark.parametrize("given", [{}, {"mean": 50.0, "std": 20.0}])
+def test_numbers_are_scaled_as_in_the_attempt_before_unless_the_spec_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, float]
+) -> None:
+    user, age = spec_document()["features"]
+
+    def job(**scales: float) -> str:
+        return spec(features=[user, age | {"transform": "standardise"} | scales]).model_dump_json()
+
+    attempts = [
+        DriverContext.from_env(environment(tmp_path, ATTEMPT_ID=f"job-1-a{number}"))
+        for number in range(3)
+    ]
+    for each in attempts:
+        each.files.root.mkdir(parents=True)
+    attempts[0].files.resolved_spec_path.write_text(job(mean=49.0, std=18.0))
+    attempts[1].files.resolved_spec_path.symlink_to(attempts[0].files.spec_path)
+    attempts[2].files.spec_path.write_text(job(**given))
+    resolve = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(main, "resolve_inputs", resolve)
+    with pytest.raises(InterruptedError):
+        main.open_attempt(attempts[2], Mock())
+    _, found = resolve.call_args.args[0].features
+    assert (found.mean, found.std) == ((50.0, 20.0) if given else (49.0, 18.0))
+
+
 @pytest.mark.parametrize("began", ["workers-0", "group-g0i0-0"])
 def test_only_an_attempt_whose_workers_began_has_others_started_for_the_next_job(
     context: DriverContext, monkeypatch: pytest.MonkeyPatch, began: str

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.utils.serialization import config as serialization_config
@@ -173,9 +174,9 @@ def _gather(read: Callable[[], Result], group: dist.ProcessGroup | None) -> list
 def _records_on_disk(folder: Path) -> dict[str, FileRecord]:
     """Files that this rank wrote: on shared storage a host may see those of others late."""
     rank = dist.get_rank()
-    metadata = [folder / METADATA] if rank == 0 else []
-    paths = sorted(folder.glob(f"__{rank}_*")) + metadata
-    return {path.name: file_record(path) for path in paths}
+    # DCP writes one, even of nothing. To look for it each rank would list what all have written.
+    names = [f"__{rank}_0{DEFAULT_SUFFIX}"] + ([METADATA] if rank == 0 else [])
+    return {name: file_record(folder / name) for name in names}
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -399,7 +399,7 @@ class GroupRunLoop:
         num_starts = sum(isinstance(each, Start) and not each.is_spare for each in actions)
         if not self._next_incarnations and num_starts < self._policy.least:
             actions = []
-        self._act(actions, request)
+        self._act(actions, request, hosts)
         view = self._view(request, hosts)
         self._tell_wanted(view)
         self._seek_capacity(request)
@@ -492,10 +492,10 @@ class GroupRunLoop:
             doubtful=frozenset(h for h, at in self._lost_at.items() if now - at < _DOUBTFUL_S),
         )
 
-    def _act(self, actions: list[Action], request: ResizeRequest) -> None:
+    def _act(self, actions: list[Action], request: ResizeRequest, hosts: Sequence[Host]) -> None:
         for action in actions:
             if isinstance(action, Start):
-                self._start(action)
+                self._start(action, hosts)
             elif isinstance(action, Promote):
                 run = self.runs[action.group]
                 logger.info("%s takes the place of a missing group", run.name)
@@ -504,14 +504,14 @@ class GroupRunLoop:
                 self._retire(action, request)
             # A group that the coordinator does not know yet is retired later.
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: Start, hosts: Sequence[Host]) -> None:
         incarnation = self._next_incarnations[start.group]
         self._next_incarnations[start.group] += 1
         attempt = self.attempt
         group = GroupConfig(
             start.group, incarnation, self.coordinator.actor_name, is_spare=start.is_spare
         )
-        node_ids = {host.address: host.node_id for host in self.read_hosts()}
+        node_ids = {host.address: host.node_id for host in hosts}
         run = TrainRun(
             attempt.config(self.run_index, group),
             len(start.hosts),

@@ -367,7 +367,7 @@ class ReplicaCollectives:
         self._weights = weights
         self.num_replicas = math.prod(group.size() for group in levels)
         self.device = device
-        self.chunk_bytes, self.num_at_once = _CHUNKS.get(device.type, _CHUNKS["cuda"])
+        self.chunk_bytes, self.num_at_once = _CHUNKS[device.type]
         self._buffers = Buffers(device)
         self.num_bytes = 0
         self.num_overflows = 0

@@ -236,6 +236,13 @@ def test_groups_start_spread_and_pinned_and_the_coordinator_awaits_them(world: W
     assert run.config.group.actor_name == "coordinator"
 
 
+def test_the_hosts_are_asked_for_once_however_many_groups_start(world: World) -> None:
+    read = Mock(side_effect=world.read_hosts)
+    world.life.read_hosts = read
+    world.look()
+    assert (len(world.runs), read.call_count) == (3, 1)
+
+
 def test_a_job_waits_for_the_fewest_groups_and_then_gives_up(world: World) -> None:
     world.hosts = {"a": 1}
     assert world.look() is None

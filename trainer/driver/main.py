@@ -299,7 +299,9 @@ def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
     import ray.util
 
     from trainer.driver.job_runner import HangMonitor, JobRunner
+    from trainer.elastic.coordinator.server import prepare_process
 
+    prepare_process()  # each worker connects to the monitor
     _set_unless_given(TRAIN_SETTINGS)
     # The fewest workers would wait in silence.
     lack = shortage(demand, attempt.spec.parallelism.min_workers, ray.cluster_resources())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -238,6 +240,23 @@ def test_a_run_of_the_groups_begins_with_the_size_that_the_run_before_reported(
     run_once(0)
     run_once(1)
     assert sizes == [None, 2]
+
+
+def test_a_driver_may_have_as_many_connections_as_the_system_lets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ray.cluster_resources", "ray.util.get_node_ip_address"):
+        monkeypatch.setattr(name, dict)
+    monkeypatch.setattr("trainer.driver.job_runner.HangMonitor", Mock())
+    monkeypatch.setattr(main, "_set_unless_given", Mock())
+    limits, thresholds = resource.getrlimit(resource.RLIMIT_NOFILE), gc.get_threshold()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
+    try:
+        main.runner_for(attempt_in(tmp_path, spec()))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        gc.set_threshold(*thresholds)
 
 
 def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:

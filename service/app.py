@@ -59,7 +59,6 @@ from service.backends.base import Backend, ClusterWatch
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
 from service.client.credentials import LOCAL_FILE_NAME, write_local_token
-from service.db.engine import WalCheckpointer
 from service.db.idempotency import IdempotencyStore
 from service.db.jobs import JobStore
 from service.db.projects import ProjectStore
@@ -134,9 +133,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
         version=next((found.version for found in distributions(name="shardloom")), "unknown"),
-        lifespan=partial(
-            _lifespan, reconciler=reconciler, runner=sweep_runner, wal=WalCheckpointer(store.engine)
-        ),
+        lifespan=partial(_lifespan, reconciler=reconciler, runner=sweep_runner),
         dependencies=[Depends(authorize)],
         redoc_url=None,
         static_url="/docs/assets",
@@ -209,13 +206,13 @@ def _add_middleware(
 
 @asynccontextmanager
 async def _lifespan(
-    app: FastAPI, *, reconciler: Reconciler, runner: SweepRunner, wal: WalCheckpointer
+    app: FastAPI, *, reconciler: Reconciler, runner: SweepRunner
 ) -> AsyncIterator[None]:
     context: Context = app.state.context
     sender = WebhookSender(
         context.webhooks, context.security.master, context.settings, context.telemetry
     )
-    parts: list[Any] = [wal, context.planner, context.exports, sender, reconciler, runner]
+    parts: list[Any] = [context.planner, context.exports, sender, reconciler, runner]
     with ExitStack() as ends:
         ends.callback(context.store.close)
         ends.callback(context.backend.close)

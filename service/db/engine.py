@@ -1,10 +1,9 @@
-"""The database engine: connections, transactions, migrations, SQLite WAL checkpoints.
+"""The database engine: connections, transactions, migrations.
 
 `open_engine` takes the URL of a SQLite file or of PostgreSQL. `Transactions` begins transactions of
 all stores and turns errors of the database into `StoreUnavailable`; `repeated` retries those that
 it undid. SQLite has one writer at a time: writers of this process queue for it, background threads
-behind requests. `WalCheckpointer` moves its write-ahead log in a thread of its own, so that no
-request spends the tens of milliseconds that this takes.
+behind requests.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -194,55 +193,6 @@ def _upsert_of(
     return statement.on_conflict_do_update(index_elements=keys, set_=changed)
 
 
-# Pages of 4 KiB at which a transaction has to move the log itself after all.
-AUTOCHECKPOINT_PAGES = 16_384
-_INTERVAL_S = 1.0
-_MIN_LOG_BYTES = 4 << 20
-
-
-class WalCheckpointer:
-    """Keeps the write-ahead log of a SQLite file short; does nothing for other databases."""
-
-    def __init__(self, engine: Engine) -> None:
-        is_file = engine.dialect.name == "sqlite" and engine.url.database
-        self._path = Path(str(engine.url.database)) if is_file else None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="wal", daemon=True)
-
-    def start(self) -> None:
-        """Begin to check the log, every second."""
-        if self._path is not None:
-            self._thread.start()
-
-    def close(self) -> None:
-        """Stop, after a checkpoint in progress."""
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closing.wait(_INTERVAL_S):
-            try:
-                self.shorten()
-            except (OSError, sqlite3.Error) as error:
-                # The log grows until a transaction does it.
-                logger.warning("the write-ahead log cannot be shortened, trying again: %s", error)
-
-    def shorten(self) -> bool:
-        """Move the log into the database file if it is long; whether it was moved.
-
-        It waits for neither readers nor writers; what they still need stays in the log.
-        """
-        if self._path is None:
-            return False
-        log = self._path.with_name(self._path.name + "-wal")
-        if not log.exists() or log.stat().st_size < _MIN_LOG_BYTES:
-            return False
-        with closing(sqlite3.connect(self._path, isolation_level=None, timeout=1.0)) as database:
-            database.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        return True
-
-
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_TIMEOUT_MS = 10_000
 # Ten connections stay open when idle. For a SQLite file there are enough for every thread: about 40
@@ -319,7 +269,6 @@ def _prepare_sqlite(dbapi_connection: Any, _record: Any) -> None:
         f"busy_timeout={_BUSY_TIMEOUT_MS}",
         # An acknowledged record must survive a power cut, so every commit reaches the disk.
         "synchronous=FULL",
-        f"wal_autocheckpoint={AUTOCHECKPOINT_PAGES}",
         "foreign_keys=ON",
     ):
         cursor.execute(f"PRAGMA {pragma}")

@@ -1,16 +1,15 @@
-"""SQLite: writers of a process take turns, and its log is moved into the database beside them."""
+"""Writers of a process take turns on SQLite; a dropped network to PostgreSQL is noticed."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import event, text
 
 from service.db import engine as engine_module
-from service.db.engine import Transactions, WalCheckpointer, open_engine, write_in_background
+from service.db.engine import Transactions, open_engine, write_in_background
 from service.db.jobs import JobStore
 from service.errors import StoreUnavailable
 from tests.harness.wait import scaled
@@ -80,29 +79,3 @@ def test_a_network_to_postgresql_that_drops_packets_is_noticed_within_a_minute()
     with suppress(ConnectionError):
         engine.connect()
     assert 0 < asked["tcp_user_timeout"] <= 60_000
-
-
-# ---- the write-ahead log
-
-
-def test_a_long_log_is_moved_while_somebody_writes(store: JobStore, tmp_path: Path) -> None:
-    path = tmp_path / "shardloom.db"
-    transactions, keeper = Transactions(store.engine), WalCheckpointer(store.engine)
-    with transactions.write() as connection:
-        connection.execute(text("CREATE TABLE filling (content BLOB)"))
-        connection.execute(text("INSERT INTO filling VALUES (zeroblob(5000000))"))
-    before = path.stat().st_size
-    with transactions.write() as connection:
-        connection.execute(text("INSERT INTO filling VALUES (zeroblob(10))"))
-        assert keeper.shorten()
-    assert path.stat().st_size > before + 5_000_000
-    with transactions.read() as connection:
-        assert connection.execute(text("SELECT count(*) FROM filling")).scalar_one() == 2
-
-
-def test_a_short_log_and_another_database_are_left_alone(store: JobStore) -> None:
-    assert not WalCheckpointer(store.engine).shorten()
-    away = WalCheckpointer(create_engine("postgresql+psycopg://host/name"))
-    away.start()
-    assert not away.shorten()
-    away.close()

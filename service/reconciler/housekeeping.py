@@ -69,7 +69,8 @@ class Housekeeper:
         days, max_points = settings.metric_retention_days, settings.metric_max_points_per_series
         prune_due = partial(prune, store.engine, days=days, max_points=max_points, now=now)
         self._remove("metric points", prune_due)
-        if now < self._files_at:
+        # Later than that it is due only where the clock was set back.
+        if 0 < self._files_at - now <= _FILES_INTERVAL_S:
             return
         self._files_at = now + _FILES_INTERVAL_S
         orphans = partial(KeyStore(store.engine).forget_orphans, now - _ORPHAN_AGE_S)

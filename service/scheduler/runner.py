@@ -79,7 +79,8 @@ class SchedulerRunner:
     def admit(self) -> list[Job] | None:
         """Run a pass; the live jobs as it left them, None where nothing is queued."""
         # Jobs may have been kept from growing by this replica, or by one that died.
-        may_be_limited = self.clock() >= self._lifts_at
+        # Later than an interval that is due only where the clock was set back.
+        may_be_limited = not 0 < self._lifts_at - self.clock() <= _LIFT_INTERVAL_S
         if not (self.store.has_queued_jobs() or may_be_limited):
             self._places = {}
             return None

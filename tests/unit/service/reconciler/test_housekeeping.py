@@ -91,6 +91,18 @@ def test_a_database_that_is_away_is_tidied_up_later(
     assert "trying again: away" in caplog.text
 
 
+def test_files_are_tidied_up_once_an_hour_also_after_a_clock_was_set_back(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidy = Mock(return_value=None)
+    monkeypatch.setattr(housekeeping, "finish_deletions", tidy)
+    keeper = Housekeeper(house.store, house.settings, lambda: house.now)
+    for passed_s, num_times in ((0, 1), (60, 1), (-86_400, 2), (60, 2), (3600, 3)):
+        house.now += passed_s
+        keeper.run()
+        assert tidy.call_count == num_times
+
+
 def test_deliveries_of_webhooks_are_kept_for_two_weeks(house: House) -> None:
     webhooks = WebhookStore(house.store.engine)
     known = Webhook("wh-1", "default", "https://a.example", "", (), "sealed", True, house.now)

@@ -118,6 +118,16 @@ def test_jobs_of_one_pass_are_limited_until_their_workers_have_started(house: Ho
     assert ResizeRequests(files).poll().growth_limit is None
 
 
+def test_limits_are_looked_at_again_after_a_clock_was_set_back(house: House) -> None:
+    queue = SchedulerRunner(
+        house.store, house.backend, house.settings, lambda: house.now, ServiceMetrics()
+    )
+    for passed_s, looks in ((0, True), (1, False), (-3600, True), (1, False), (60, True)):
+        house.now += passed_s
+        assert (queue.admit() is not None) is looks
+    queue.close()
+
+
 def test_growth_limits_that_cannot_be_written_are_told_of_once(
     house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

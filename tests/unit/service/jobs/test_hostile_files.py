@@ -308,6 +308,20 @@ def test_the_timeline_of_a_job_has_room_for_so_many_events_and_bytes(
     assert "the timeline is full" in lines[-1].message
 
 
+def test_the_oldest_checkpoints_leave_a_full_timeline_to_what_is_told_next(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "_MAX_LINES", 16)
+    job_id = api.start()
+    told = [*map(checkpoint, range(30)), workers_started(), *map(checkpoint, range(30, 40))]
+    for seq, each in enumerate(told):
+        api.post_events(f"{job_id}-a0", batch(each, first_seq=seq))
+    lines = api.store.list_timeline(job_id)
+    steps = [line.data["step"] for line in lines if line.kind == "checkpoint_committed"]
+    assert len(lines) == 15 and steps == [*range(40 - len(steps), 40)]
+    assert newest_workers(lines).hosts == workers_started().hosts
+
+
 def test_documents_are_bounded_more_tightly_than_archives_of_code(api: Api) -> None:
     large = b"[" + b"{}," * (3 << 20) + b"{}]"
     for path in ("/v1/jobs", "/v1/attempts/x/events"):

@@ -205,7 +205,7 @@ class CheckpointManager:
         write = partial(self._write, self._folder / name, commit, tensors, planner)
         end = in_background(write, "checkpoint", self._groups.device)
         if not is_beside:
-            _await(end, beat)
+            await_end(end, beat)
         self._pending = PendingSave(commit.step, time.perf_counter() - started_s, end)
         if is_last:
             self._settle(must_succeed=True)
@@ -226,7 +226,7 @@ class CheckpointManager:
         `beat` is called every few seconds: for as long as storage may take, the rank does not hang.
         """
         if self._pending:
-            _await(self._pending.end, beat)
+            await_end(self._pending.end, beat)
             self._settle()
 
     def close(self) -> None:
@@ -429,7 +429,8 @@ class CheckpointManager:
             self._emit(event)
 
 
-def _await(end: futures.Future[Any], beat: Callable[[], None]) -> None:
+def await_end(end: futures.Future[Any], beat: Callable[[], None]) -> None:
+    """Wait for `end`, whatever it comes to; `beat` is called every few seconds meanwhile."""
     while futures.wait([end], _BEAT_S).not_done:
         beat()
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.layout.layout import Layout, MeshLayout, WorkerSite
 
-_LONG_TIMEOUT = timedelta(minutes=30)
+LONG_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class MeshGroups:
 
     `sharding_group` holds one copy of the tables over L ranks; `replica_group` joins the M ranks
     that hold the same shard; `global_group` is everybody, as is `long_timeout_group`, over gloo,
-    where waiting for a rank that plans, or for storage, is no hang for half an hour (before a group
-    trains, for ten times `recovery.min_hang_s`). A dead peer is noticed at once.
+    where waiting for a rank that plans, or for storage, is no hang for half an hour (for one that
+    plans, ten times `recovery.min_hang_s`). A dead peer is noticed at once, as all are connected:
+    with TORCH_GLOO_LAZY_INIT torch 2.13 waits for it five time-outs or for good (gloo#520).
     """
 
     rank: int
@@ -169,7 +170,7 @@ def build_groups(
         sharding_group=sharding_group,
         replica_group=replica_group,
         global_group=world,
-        long_timeout_group=dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT),
+        long_timeout_group=dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
     )
 
 

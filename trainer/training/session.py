@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.files import RowOrder
-from trainer.checkpoint.manager import CheckpointManager, SaveStanding, TrainState
+from trainer.checkpoint.manager import CheckpointManager, SaveStanding, TrainState, await_end
 from trainer.checkpoint.resume import restore
 from trainer.checkpoint.save_load import of_first
 from trainer.checkpoint.state_dict import METERS, pack, state_to_save
@@ -46,9 +46,9 @@ from trainer.layout.layout import Layout, placement_warning
 from trainer.layout.plans import predict
 from trainer.layout.workload import GroupPlan
 from trainer.parallel import sharding
-from trainer.parallel.collectives import Part, PendingParts, reduce_parts
+from trainer.parallel.collectives import Part, PendingParts, in_background, reduce_parts
 from trainer.parallel.divergence import DivergenceGuard
-from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.mesh import LONG_TIMEOUT, MeshGroups
 from trainer.parallel.model import share_buffers
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.planner import group_plan_of
@@ -143,6 +143,7 @@ class Session:
         self.rows_per_s = 0.0  # as last reported
         self.is_asked_to_stop = False  # as of the last report that has landed
         self.saves = SaveStanding()  # likewise
+        self._validated_step = -1
         self._best_found = math.nan  # by the last validation that found a better model
         # (step, value) of the newest save of a best model, until its end is known.
         self._best_save: tuple[int, float] | None = None
@@ -549,8 +550,18 @@ class Session:
 
     @torch.no_grad()
     def validate(self) -> bool:
-        """Measure all validation rows; True when the result is the best so far. Collective."""
+        """Measure all validation rows; True when the result is the best so far. Collective.
+
+        Sharding groups measure apart: that one is through long before another is no hang.
+        """
         self.measure(self.groups.rank, self.groups.layout.world_size)
+        options = dist.BarrierOptions()
+        options.timeout = LONG_TIMEOUT
+        # In the group of the reports: no report is under way, but a save may be.
+        with self.off_the_clock():
+            end = in_background(self._report_group.barrier(options).wait, "validation")
+            await_end(end, partial(self.heartbeat.enter, "validation"))
+            end.result()
         return self.take_validation(self.validation_meter.compute("validation"))
 
     def take_validation(self, values: dict[str, float]) -> bool:
@@ -559,6 +570,7 @@ class Session:
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
+        self._validated_step = self.state.step
         found = values.get(f"validation/{metric}", math.nan)
         # So that all ranks decide alike.
         value, saved_step = of_first(
@@ -672,11 +684,14 @@ class Session:
             self._settle_best(self.checkpoints.settled_step)
             if is_best:
                 self._best_save = self.state.step, self._best_found
+            metrics = self.final_metrics
+            if self._validated_step != self.state.step:  # by these checkpoints are chosen
+                metrics = {k: v for k, v in metrics.items() if not k.startswith("validation/")}
             self.checkpoints.save(
                 state_to_save(self.model, self.optimizers.combined)
                 | {METERS: pack(self.train_meter.state())},
                 replace(self.state, best=self._best_found) if is_best else self.state,
-                self.final_metrics,
+                metrics,
                 is_best=is_best,
                 is_last=self.is_finished,
                 started_s=started_s,
@@ -691,7 +706,10 @@ class Session:
         Collective over all ranks. Rows that made the loss non-finite before count as done; raises
         `NonFiniteLoss` where these are all.
         """
-        found = restore(self.spec, self.checkpoints, self.row_order, self.model, self.optimizers)
+        parts = self.spec, self.checkpoints, self.row_order, self.model, self.optimizers
+        end = in_background(partial(restore, *parts), "restore", self.groups.device)
+        await_end(end, self.heartbeat.advance)
+        found = end.result()
         if found is not None:
             self.train_meter.load_state(found.meters)
             self.sync.reset()

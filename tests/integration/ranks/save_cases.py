@@ -30,7 +30,7 @@ from tests.integration.ranks.checkpoint_cases import (
 )
 from trainer import fault_injection
 from trainer.checkpoint import manager
-from trainer.checkpoint.files import RowOrder, list_committed
+from trainer.checkpoint.files import Commit, RowOrder, list_committed
 from trainer.checkpoint.manager import CheckpointManager, TrainState
 from trainer.checkpoint.save_load import newest_intact
 from trainer.checkpoint.state_dict import state_to_save
@@ -154,16 +154,16 @@ def train_over_a_failed_save(config: WorkerConfig, step: int) -> list[int]:
 
 def train_over_a_failed_best_save(
     config: WorkerConfig, step: int, found: dict[int, float]
-) -> list[tuple[int, bool, float]]:
+) -> list[tuple[Commit, float | None]]:
     """Train to the end, where validations find these values by step and the save at `step` fails;
-    (step, is best, best value) of each checkpoint.
+    each checkpoint, and what was found of it.
     """
     _arm({"kind": "storage_error", "rank": 1, "step": step})
     session = open_session(config)
     session.validation_meter.compute = lambda prefix: {f"{prefix}/rmse": found[session.state.step]}
     worker.train(session)
     saved = list_committed(RunDir(config.run_dir).checkpoints_dir)
-    return [(each.commit.step, each.commit.is_best, each.commit.best) for each in saved]
+    return [(each.commit, each.commit.metrics.get("validation/rmse")) for each in saved]
 
 
 def stop_slowly(config: WorkerConfig, save_s: float, is_asked: bool) -> tuple[list[int], int]:

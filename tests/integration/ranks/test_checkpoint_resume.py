@@ -26,8 +26,9 @@ from tests.harness.sessions import (
     told,
     train_session,
 )
-from trainer.checkpoint import resume
+from trainer.checkpoint import manager, resume
 from trainer.checkpoint.files import list_committed, remove_folder
+from trainer.coordination.client import HeartbeatReporter
 from trainer.data.batches import Batch
 from trainer.models.sparse import SparseArch
 from trainer.parallel.optimizer import Optimizers
@@ -76,6 +77,27 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_followed_by_the_next(
     (note,) = told(tmp_path / "warm", Note)
     assert (note.level, second["state"].step) == ("info", 0)
     assert str(config.run_dir) in note.message and f"at step {step}" in note.message
+
+
+def _load_slowly(config: WorkerConfig) -> int:
+    """Load a session from slow storage; how often the rank said meanwhile that it gets on."""
+    load = resume.load_state
+
+    def load_state(*args: Any, **named: Any) -> None:
+        time.sleep(1.0)
+        load(*args, **named)
+
+    slow = patch.object(resume, "load_state", load_state), patch.object(manager, "_BEAT_S", 0.1)
+    with slow[0], slow[1], patch.object(HeartbeatReporter, "advance") as advance:
+        load_session(config)
+    return advance.call_count
+
+
+def test_a_rank_that_loads_for_long_does_not_hang(small_movielens: Path, tmp_path: Path) -> None:
+    one = ("parallelism.workers=1", "parallelism.shard_group_size=1", "parallelism.sync=null")
+    config = make_config(small_movielens, tmp_path, *SHORT, *one)
+    _, (num_beats,) = run_in_turn(1, (train_session, config), (_load_slowly, next_run(config)))
+    assert num_beats > 3
 
 
 class PartlyUsed(torch.nn.Module):

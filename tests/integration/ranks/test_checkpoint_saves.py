@@ -110,14 +110,17 @@ def test_a_best_model_whose_save_failed_is_not_what_is_to_be_beaten(
         tmp_path,
         "parallelism.shard_group_size=1",
         *("parallelism.workers=2", "training.max_steps=16", "training.validate_every_steps=4"),
-        *("checkpoint.every_steps=100", "checkpoint.keep_last=9", "checkpoint.asynchronous=false"),
+        *("checkpoint.every_steps=6", "checkpoint.keep_last=9", "checkpoint.asynchronous=false"),
     )
     found = {4: 3.0, 8: 1.0, 12: 2.0, 16: 2.5}
     first, second = run_ranks(train_over_a_failed_best_save, 2, config, 8, found)
     assert first == second
-    assert [(step, best) for step, is_best, best in first if is_best] == [(4, 3.0), (12, 2.0)]
-    assert {best for step, _, best in first if step > 12} == {2.0}
-    assert {best for step, _, best in first if step < 12} == {3.0}, "also where one was saved later"
+    assert [(each.step, each.best) for each, _ in first if each.is_best] == [(4, 3.0), (12, 2.0)]
+    assert {each.best for each, _ in first if each.step > 12} == {2.0}
+    earlier = {each.best for each, _ in first if each.step < 12}
+    assert earlier == {3.0}, "also where one was saved later"
+    told = {each.step: value for each, value in first}
+    assert told == {4: 3.0, 6: None, 12: 2.0, 16: 2.5}, "what was found of another says nothing"
 
 
 @pytest.mark.parametrize(("is_asked", "step"), [(True, 6), (False, 8)])

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -16,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.harness.files import replace_values
 from tests.harness.ranks import run_in_turn, run_ranks
@@ -30,6 +33,7 @@ from tests.harness.sessions import (
     train_session,
 )
 from tests.harness.small_model import NoHostReads, dense_parameters
+from tests.harness.wait import scaled
 from trainer import failures, fault_injection
 from trainer.checkpoint.files import list_committed
 from trainer.data.batches import Batch
@@ -452,6 +456,26 @@ def test_a_stop_comes_where_no_gradients_are_held_so_that_none_are_lost(
     for whole, first, resumed in zip(*run_in_turn(2, *calls), strict=True):
         assert first["state"].step == 8, "it hears of the stop in step 5"
         torch.testing.assert_close(resumed["dense"], whole["dense"], atol=0, rtol=0)
+
+
+def validate_slowly(config: WorkerConfig) -> float:
+    """Validate where rank 1 measures for longer than ranks wait for each other in a step."""
+    session, limit_s = open_session(config), scaled(1.0)
+    for group in (session.groups.global_group, session._report_group):
+        _set_pg_timeout(timedelta(seconds=limit_s), group)
+    if dist.get_rank() == 1:
+        session.validation_meter.update = lambda *_: time.sleep(2 * limit_s)
+    session.validate()
+    session.close()
+    return session.final_metrics["validation/rmse"]
+
+
+def test_a_validation_that_takes_one_copy_longer_than_another_does_not_fail(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(small_movielens, tmp_path, *TWO_COPIES, "data.batch_size=512")
+    first, second = run_ranks(validate_slowly, 2, config)
+    assert first == second
 
 
 def fail_after_a_report(config: WorkerConfig) -> list[str]:

@@ -120,16 +120,6 @@ def test_checkpoints_that_the_service_cannot_delete_are_named_with_their_place(
     assert "does not see" in left.why
 
 
-def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(
-    api: Api, client: ShardloomClient, cut_off: CutOff
-) -> None:
-    job_id, folder = ended(api)
-    cut_off(job_id, "rows")
-    assert (trashed_jobs(api.settings), folder.exists()) == ([job_id], False)
-    client.delete(job_id)
-    assert trashed_jobs(api.settings) == []
-
-
 def test_what_only_looks_like_the_trash_of_a_job_deletes_nothing(api: Api, place: Path) -> None:
     others = {saved_below(place / "job-000000000000"), saved_below(place / "models")}
     settings = api.settings.model_copy(update={"auth": "required"})

@@ -520,15 +520,13 @@ def test_values_that_are_not_legal_together_cost_one_trial(api, create):
     assert made["job_id"]
 
 
-def test_sweeps_of_other_projects_do_not_exist_and_viewers_change_nothing(open_guarded):
+def test_sweeps_of_other_projects_do_not_exist(open_guarded):
     house = open_guarded()
     house.add_key("stranger", {"other": Role.ADMIN})
     made = house.send("POST", "/v1/sweeps", "submitter", json=body())
     assert made.status_code == 201, made.text
     path = f"/v1/sweeps/{made.json()['id']}"
     assert house.send("GET", path, "viewer").status_code == 200
-    problem_in(house.send("POST", f"{path}:cancel", "viewer"), 403, "forbidden")
-    problem_in(house.send("POST", "/v1/sweeps", "viewer", json=body()), 403, "forbidden")
     problem_in(house.send("GET", path, "stranger"), 404, "sweep_not_found")
     problem_in(house.send("POST", f"{path}:cancel", "stranger"), 404, "sweep_not_found")
     assert house.send("GET", "/v1/sweeps", "stranger").json()["items"] == []

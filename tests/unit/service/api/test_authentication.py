@@ -62,6 +62,12 @@ class Wire:
         self.sent.append(message)
 
 
+async def answered(*wires: Wire) -> None:
+    async with asyncio.timeout(scaled(30)):
+        while not all(wire.sent for wire in wires):
+            await asyncio.sleep(0)
+
+
 def test_a_stream_ends_soon_after_its_key(house: Guarded) -> None:
     clock, wire = FakeClock(), Wire()
     viewer = key_id_of(house.keys["viewer"]) or ""
@@ -101,11 +107,9 @@ def test_who_follows_too_much_at_once_is_refused_until_a_connection_ends(
         gate = AuthenticationMiddleware(stream, house.settings, house.security)
         wires = [Wire() for _ in range(4)]
         begun = [asyncio.create_task(wire.connect(gate, key, kind, path)) for wire in wires[:2]]
-        while not all(wire.sent for wire in wires[:2]):
-            await asyncio.sleep(0)
+        await answered(*wires[:2])
         refused = asyncio.create_task(wires[2].connect(gate, key, kind, path))
-        while not wires[2].sent:
-            await asyncio.sleep(0)
+        await answered(wires[2])
         end.set()
         await asyncio.gather(*begun, refused)
         await wires[3].connect(gate, key, kind, path)
@@ -128,8 +132,7 @@ def test_open_requests_of_strangers_keep_neither_probes_nor_drivers_out(
     async def ask(gate: AuthenticationMiddleware, method: str, path: str) -> Wire:
         wire = Wire()
         held.append(asyncio.create_task(wire.connect(gate, "", "http", path, method)))
-        while not wire.sent:
-            await asyncio.sleep(0)
+        await answered(wire)
         return wire
 
     async def ask_all() -> list[bool]:

@@ -134,16 +134,16 @@ def test_a_plan_is_made_once_for_the_same_tables_layout_memory_and_links(
 ) -> None:
     script = Script(FIRST_RANK)
     with closing(GroupPlanner(app_settings, script)) as planner:
-        (first,) = planner.plan([(job(), group())], Limit(60))
-        assert planner.plan([(job(name="another"), group())], Limit(60))[0] is first
+        (first,) = planner.plan([(job(), group())], Limit(scaled(60)))
+        assert planner.plan([(job(name="another"), group())], Limit(scaled(60)))[0] is first
         one, two = planner.plan(
-            [(job(), group()), (job(), group(memory_bytes=GIB // 2))], Limit(60)
+            [(job(), group()), (job(), group(memory_bytes=GIB // 2))], Limit(scaled(60))
         )
         assert one is first and two is not first
         (process,) = script.processes
         process.kill()
         process.wait()
-        (three,) = planner.plan([(job(), group(memory_bytes=GIB // 3))], Limit(60))
+        (three,) = planner.plan([(job(), group(memory_bytes=GIB // 3))], Limit(scaled(60)))
         assert three == two and len(script.processes) == 2, "one that has ended is replaced"
 
 
@@ -155,7 +155,7 @@ def test_other_groups_are_planned_only_soon_after_the_recommended_one(
         closing(GroupPlanner(app_settings, Script(FIRST_RANK))) as planner,
         patch.object(planning_module, "_OTHERS_S", -1.0),
     ):
-        assert len(planner.plan(tasks, Limit(60))) == 1
+        assert len(planner.plan(tasks, Limit(scaled(60)))) == 1
 
 
 def test_a_loaded_process_is_there_from_the_start_and_again_when_one_has_ended(
@@ -168,11 +168,11 @@ def test_a_loaded_process_is_there_from_the_start_and_again_when_one_has_ended(
     ):
         planner.start()
         (first,) = script.processes
-        planner.plan([(job(), group())], Limit(60))
-        nobody_waits = Limit(60)
+        planner.plan([(job(), group())], Limit(scaled(60)))
+        nobody_waits = Limit(scaled(60))
         nobody_waits.cancelled.set()
         planner.plan([(job(), group(memory_bytes=GIB // 2))], nobody_waits)
-        planner.plan([(job(), group(memory_bytes=GIB // 4))], Limit(60))
+        planner.plan([(job(), group(memory_bytes=GIB // 4))], Limit(scaled(60)))
         assert script.processes == [first], "what it was at took no time"
         script.program = HANGS
         first.kill()
@@ -197,12 +197,15 @@ def test_the_service_loads_the_planner_when_it_starts(api: Api) -> None:
 
 
 def test_a_process_that_is_being_loaded_outlives_those_who_wait_for_it(
-    app_settings: Settings,
+    app_settings: Settings, tmp_path: Path
 ) -> None:
-    script = Script(f"import time; time.sleep(1)\n{FIRST_RANK}")
+    may_load = tmp_path / "may-load"
+    waits = f"import os, time\nwhile not os.path.exists({str(may_load)!r}): time.sleep(0.01)"
+    script = Script(f"{waits}\n{FIRST_RANK}")
     with closing(GroupPlanner(app_settings, script)) as planner:
         with pytest.raises(PlanTimedOut):
             planner.plan([(job(), group())], Limit(0.1))
+        may_load.touch()
         planner.plan([(job(), group())], Limit(scaled(60)))
         assert len(script.processes) == 1
 
@@ -224,10 +227,10 @@ def test_a_process_is_killed_when_time_is_over_or_nobody_waits(app_settings: Set
 def test_a_process_that_fails_says_why(app_settings: Settings) -> None:
     broken = GroupPlanner(app_settings, Script("raise SystemExit('no module named torch')"))
     with pytest.raises(PlannerFailed, match="code 1: no module named torch"):
-        broken.plan([(job(), group())], Limit(60))
+        broken.plan([(job(), group())], Limit(scaled(60)))
     nowhere = GroupPlanner(app_settings.model_copy(update={"trainer_python": "/nowhere/python"}))
     with pytest.raises(PlannerFailed, match="/nowhere/python cannot be started"):
-        nowhere.plan([(job(), group())], Limit(60))
+        nowhere.plan([(job(), group())], Limit(scaled(60)))
 
 
 # ---- over REST

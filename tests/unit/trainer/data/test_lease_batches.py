@@ -8,6 +8,7 @@ from itertools import chain
 
 import pytest
 
+from tests.harness.wait import scaled
 from tests.unit.trainer.data.test_batches import Key, keys_of
 from trainer.coordination.messages import Lease
 from trainer.data import reader
@@ -78,8 +79,10 @@ def test_ranks_without_rows_get_batches_that_do_not_count(make_spec, train):
 def test_a_wait_for_storage_is_told(make_spec, train, monkeypatch):
     monkeypatch.setattr("trainer.data.batches._SLOW_READ_S", 0.0)
     is_back = threading.Event()
-    read = reader.RowReader.read
-    monkeypatch.setattr(reader.RowReader, "read", lambda *args: is_back.wait() and read(*args))
+    read, wait_s = reader.RowReader.read, scaled(30)
+    monkeypatch.setattr(
+        reader.RowReader, "read", lambda *args: is_back.wait(wait_s) and read(*args)
+    )
     spec = make_spec(batch_size=10)
     with LeaseBatches(train, spec, 0, 1, on_slow_read=is_back.set) as batches:
         batches.submit(lease(0, 0, 10))

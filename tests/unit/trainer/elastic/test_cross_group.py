@@ -250,17 +250,17 @@ def test_nccl_is_not_aborted_while_it_takes_an_operation(monkeypatch: pytest.Mon
 
     def start(*_: object) -> FakeNccl:
         has_begun.set()
-        may_end.wait()
+        may_end.wait(scaled(20))
         return fake
 
     fake._allgather_base = start  # type: ignore[method-assign]
     with ThreadPoolExecutor() as pool:
         exchanging = pool.submit(exchange, group)
-        has_begun.wait()
+        assert has_begun.wait(scaled(20))
         group.drop()
         assert not fake.aborted.is_set(), "torch looks at what an abort frees"
         may_end.set()
-        assert fake.aborted.wait(20)
+        assert fake.aborted.wait(scaled(20))
         error = exchanging.exception()
     assert isinstance(error, ExchangeError), "what was aborted is no success"
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.harness.service import write_export
+from tests.harness.wait import scaled
 from tests.unit.trainer.export.export_case import make_spec
 from trainer.export.__main__ import main
 from trainer.export.requests import (
@@ -126,7 +127,7 @@ def test_the_process_ends_when_its_export_is_deleted(
     def never_ends(*_: object, **__: object) -> None:
         folder.mark_deleted()
         assert not folder.remove()  # its process holds the lock
-        threading.Event().wait(60)
+        threading.Event().wait(scaled(60))
         pytest.fail("it worked on")
 
     monkeypatch.setattr("trainer.export.__main__.export", never_ends)

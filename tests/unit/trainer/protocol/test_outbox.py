@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.builders import row_wise_plan, workers_started
-from tests.harness.wait import scaled
+from tests.harness.wait import scaled, wait_for
 from trainer.protocol.events import EventBatch, Note
 from trainer.protocol.outbox import EventWriter, OutboxPoster, read_batch
 from trainer.protocol.run_dir import AttemptDir
@@ -250,8 +250,8 @@ def test_the_thread_outlives_whatever_goes_wrong_and_says_so_once(
 
     monkeypatch.setattr(AttemptDir, "stream_paths", fail_at_first)
     poster.start()
-    while num_failed < 3:
-        assert poster._thread.is_alive()
+    wait_for(lambda: num_failed == 3, "the poster to fail three times", poll_s=0.001)
+    assert poster._thread.is_alive()
     poster.close(scaled(10))
     assert service.taken == {"driver": [0, 1]}
     assert caplog.text.count("posting them failed") == 1

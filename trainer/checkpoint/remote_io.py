@@ -24,7 +24,11 @@ from functools import partial
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,  # noqa: TID251 - `_Reader` reads the metadata itself
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemBase, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
@@ -213,7 +217,7 @@ class RemoteWriter(FileSystemWriter):
         return str(self.path)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):  # noqa: TID251 - names few classes
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_NAMES.get(module, ()):
@@ -270,7 +274,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        self.original_state_dict[name] = torch.load(value, weights_only=True)
+        self.original_state_dict[name] = torch.load(value, weights_only=True)  # noqa: TID251
 
 
 class RemoteReader(_Reader):

@@ -265,7 +265,9 @@ def load(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None 
             _gather(read_metadata, group)
         else:
             read_metadata()
-        dcp.load(state, storage_reader=reader, planner=planner, process_group=group)
+        dcp.load(  # noqa: TID251 - reader and planner are ours
+            state, storage_reader=reader, planner=planner, process_group=group
+        )
     except (CheckpointException, *FAULTS, pickle.UnpicklingError) as error:
         if isinstance(cause := _cause(error), DataError):
             raise _as_storage_fault(cause) from error

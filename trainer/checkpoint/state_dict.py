@@ -165,7 +165,7 @@ def load_packed(
     state: dict[str, Any] = {key: b""}
     save_load.load(folder, state, group)
     try:
-        return torch.load(io.BytesIO(state[key]), weights_only=True)
+        return torch.load(io.BytesIO(state[key]), weights_only=True)  # noqa: TID251
     except Exception as error:  # whatever the content makes the reader raise
         raise save_load.refused(folder, error) from error
 

@@ -123,7 +123,7 @@ class _Pickler(pickle.Pickler):
         return start, value.dtype, value.shape
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):  # noqa: TID251 - of the other end of a socket without a name
     """Tensors are parts of `memory`."""
 
     def __init__(self, data: bytes, memory: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import pickle
 from pathlib import Path
@@ -19,9 +18,6 @@ from trainer.checkpoint.state_dict import stored_sizes
 from trainer.errors import StorageAwayError
 from trainer.protocol.run_dir import file_record
 from trainer.storage import Location
-
-REPO = Path(__file__).parents[4]
-UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
 class FailingStream:
@@ -100,49 +96,3 @@ def test_metadata_and_objects_of_a_checkpoint_run_nothing(tmp_path: Path) -> Non
     os.truncate(folder / ".metadata", 2**40)
     with pytest.raises(OSError, match=r"more than \d+ bytes"):
         stored_sizes(folder)
-
-
-def _unpicklings(source: str) -> list[str]:
-    """Calls and imports in `source` that unpickle without restriction."""
-    return [ast.unparse(node) for node in ast.walk(ast.parse(source)) if _unpickles(node)]
-
-
-def _unpickles(node: ast.AST) -> bool:
-    if isinstance(node, ast.Import):  # under another name the calls would not be found
-        return any(each.name in UNPICKLERS and each.asname for each in node.names)
-    if isinstance(node, ast.ImportFrom):
-        is_load = any(each.name == "load" for each in node.names)
-        return node.module in UNPICKLERS or (is_load and str(node.module).startswith("torch"))
-    if not isinstance(node, ast.Call):
-        return False
-    called, given = ast.unparse(node.func), {each.arg: each.value for each in node.keywords}
-    owner, _, name = called.rpartition(".")
-    if called == "torch.load":
-        return ast.unparse(given.get("weights_only", ast.Constant(False))) != "True"
-    if called == "dcp.load":
-        return not given.keys() >= {"planner", "storage_reader"}
-    is_free = owner in UNPICKLERS and name in ("load", "loads", "open", "Unpickler")
-    return is_free or called in ("torch.export.load", "torch.jit.load", "FileSystemReader")
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "pickle.load(file)",
-        "from pickle import loads",
-        "import pickle as p",
-        "torch.load(file)",
-        "torch.load(file, weights_only=False)",
-        "torch.export.load(path)",
-        "dcp.load(state, checkpoint_id=path)",
-    ],
-)
-def test_the_test_below_finds(source: str) -> None:
-    assert _unpicklings(source)
-
-
-def test_service_and_trainer_unpickle_nothing_without_restriction() -> None:
-    paths = [path for part in ("service", "trainer") for path in (REPO / part).rglob("*.py")]
-    found = {path: _unpicklings(path.read_text("utf-8")) for path in paths}
-    assert {path: calls for path, calls in found.items() if calls} == {}
-    assert len(paths) > 100

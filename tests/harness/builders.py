@@ -352,16 +352,16 @@ def attempt_ended(reason: str = "completed") -> AttemptEnded:
     return AttemptEnded(time=NOW, reason=reason, message="done", final_metrics={"train/loss": 0.5})
 
 
-def checkpoint(step: int, *, is_best: bool = False) -> CheckpointCommitted:
-    return CheckpointCommitted(
+def checkpoint(step: int, **changes: Any) -> CheckpointCommitted:
+    made = CheckpointCommitted(
         time=NOW,
         step=step,
         path=f"checkpoints/step-{step:08d}",
         size_bytes=1000,
         duration_s=0.5,
-        is_best=is_best,
         metrics={"validation/rmse": 0.9},
     )
+    return made.model_copy(update=changes)
 
 
 def audit_record(**changes: Any) -> AuditRecord:

@@ -508,9 +508,7 @@ def test_on_shared_storage_nothing_is_exchanged(open_guarded: GuardedApps) -> No
     problem_in(house.send("POST", "/v1/attempts:claim", json=body), 403, "forbidden")
 
 
-def test_checkpoints_are_where_the_settings_say_which_must_say_so(
-    house: Guarded, tmp_path: Path
-) -> None:
+def test_settings_without_shared_runs_say_where_checkpoints_are(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path / "other", backend="fake", runs_shared=False)
     with pytest.raises(ServiceError, match="SHARDLOOM_CHECKPOINT_ROOT"):
         build_app(settings)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.builders import workers_started
+from tests.harness.builders import checkpoint, progress, workers_started
 from trainer.driver.job_runner import JobGoodput
 from trainer.elastic.coordinator.goodput import CAUSES, GoodputMeter
-from trainer.protocol.events import CheckpointCommitted, Event, Metrics, Progress, WorkersStarted
+from trainer.protocol.events import Event, Metrics, WorkersStarted
 from trainer.protocol.outbox import EventWriter
 
 
@@ -134,18 +134,8 @@ def test_every_second_of_every_group_is_accounted_for(
     assert min(spans_s) >= -1e-9
 
 
-def progress(time: float, step: int) -> Progress:
-    return Progress(
-        time=time, step=step, total_steps=100, epoch=0, rows=0, rows_per_s=0.0, eta_s=0.0
-    )
-
-
 def started(time: float, resumed_step: int = 0) -> WorkersStarted:
     return workers_started().model_copy(update={"time": time, "resumed_step": resumed_step})
-
-
-def checkpoint(time: float, step: int, took_s: float = 0.0) -> CheckpointCommitted:
-    return CheckpointCommitted(time=time, step=step, path="", size_bytes=0, duration_s=took_s)
 
 
 @pytest.mark.parametrize("ahead_s", [-40.0, 40.0])
@@ -153,7 +143,7 @@ def test_a_host_whose_clock_is_off_makes_no_time_negative(ahead_s: float, tmp_pa
     told: list[Metrics] = []
     goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
     goodput.begin(stream, now=100.0)
-    for event in (started(110.0 + ahead_s), checkpoint(120.0 + ahead_s, step=20)):
+    for event in (started(110.0 + ahead_s), checkpoint(20, time=120.0 + ahead_s)):
         EventWriter(stream).write(event)
     for now in (130.0, 140.0):
         goodput.end(now, is_lost=False)
@@ -167,7 +157,11 @@ def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Pat
     first, second = tmp_path / "workers-0.jsonl", tmp_path / "workers-1.jsonl"
     goodput.begin(first, now=0.0)
     writer = EventWriter(first)
-    for event in (started(10.0), checkpoint(30.0, step=20), progress(50.0, step=40)):
+    for event in (
+        started(10.0),
+        checkpoint(20, time=30.0, duration_s=0.0),
+        progress(40, time=50.0),
+    ):
         writer.write(event)
     goodput.poll(50.0)
     assert isinstance(told[-1], Metrics)
@@ -176,7 +170,7 @@ def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Pat
 
     goodput.begin(second, now=60.0)
     EventWriter(second).write(started(70.0, resumed_step=20))
-    EventWriter(second).write(checkpoint(90.0, step=40))
+    EventWriter(second).write(checkpoint(40, time=90.0, duration_s=0.0))
     goodput.end(90.0, is_lost=False)
     values = told[-1].values
     assert values["goodput/lost_s/start"] == pytest.approx(10.0)
@@ -197,7 +191,12 @@ def test_the_job_domain_tells_stalls_of_saves_and_hangs_from_work(tmp_path: Path
     goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
     goodput.begin(stream, now=0.0)
     stall = Metrics(time=31.0, step=20, values={"checkpoint/stall_s": 2.0})
-    for event in (started(10.0), checkpoint(30.0, step=20), stall, progress(50.0, step=40)):
+    for event in (
+        started(10.0),
+        checkpoint(20, time=30.0, duration_s=0.0),
+        stall,
+        progress(40, time=50.0),
+    ):
         EventWriter(stream).write(event)
     goodput.end(140.0, is_lost=True, is_hung=True)
     lost_s = {name: each_s for name, each_s in told[-1].values.items() if "lost_s" in name}
@@ -214,7 +213,7 @@ def test_what_is_trained_beside_a_save_is_not_in_that_checkpoint(tmp_path: Path)
     goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
     goodput.begin(stream, now=0.0)
     # The second one began before the first was there.
-    saves = (checkpoint(50.0, step=20, took_s=20.0), checkpoint(52.0, step=20, took_s=30.0))
+    saves = (checkpoint(20, time=50.0, duration_s=20.0), checkpoint(20, time=52.0, duration_s=30.0))
     for event in (started(10.0), *saves):
         EventWriter(stream).write(event)
     goodput.end(55.0, is_lost=True)

@@ -40,7 +40,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
 _MAX_USER_LINES = 40
 _MAX_LINE_CHARS = 300
-# Gloo's and NCCL's words for a rank or a link that is gone, and CUDA's for a device that is broken.
+# Gloo's and NCCL's words for a rank or a link that is gone.
 _PEER_LOST_SIGNS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -56,9 +56,9 @@ _PEER_LOST_SIGNS = (
     "nccl communicator was aborted",
     "remote process exited or there was a network error",
     "connection closed by remote peer",
-    "uncorrectable ecc error",
-    "uncorrectable nvlink error",
 )
+# CUDA's words for a device that is broken, which is as good as lost.
+_BROKEN_SIGNS = ("uncorrectable ecc error", "uncorrectable nvlink error")
 
 
 class Budget(StrEnum):
@@ -348,11 +348,10 @@ def reason_of(error: BaseException) -> EndReason:
         return EndReason.DEVICE_OOM
     if any(sign in text for sign in _HOST_SIGNS):
         return EndReason.HOST_OOM
-    # A collective that failed as another rank went away is not the cause.
-    is_echo = any(sign in message for sign in _PEER_LOST_SIGNS)
+    is_lost = any(sign in message for sign in _PEER_LOST_SIGNS + _BROKEN_SIGNS)
     return (
         EndReason.WORKERS_LOST
-        if is_echo and isinstance(error, RuntimeError | OSError)
+        if is_lost and isinstance(error, RuntimeError | OSError)
         else EndReason.TRAINING_ERROR
     )
 
@@ -417,10 +416,12 @@ def explain(failures: Collection[Failure]) -> Failure:
     """Pick the cause among the ranks' failures.
 
     A fault that a rank named itself comes first. A dead rank explains whatever its peers ran into,
-    best where it is known what killed it, and a lost peer explains nothing.
+    best where it is known what killed it, as does a broken GPU, and a lost peer explains nothing.
     """
 
     def _order(failure: Failure) -> int:
+        if any(sign in failure.message.lower() for sign in _BROKEN_SIGNS):
+            return 1
         if failure.is_death:
             return 2 if failure.reason == EndReason.WORKERS_LOST else 1
         return {EndReason.TRAINING_ERROR: 3, EndReason.WORKERS_LOST: 4}.get(failure.reason, 0)

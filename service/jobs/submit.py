@@ -5,7 +5,6 @@ What can be done with a job that exists is in `service.jobs.actions`.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -166,9 +165,7 @@ def _prepared_problem(spec: JobSpec, sized: list[JobSpec]) -> FieldProblem | Non
         return FieldProblem("data.path", "missing_manifest", message)
     except ValidationError as error:
         message = f"{manifest} is no manifest ({error.errors()[0]['msg']}); {again}"
-    except OSError as error:
-        if not (isinstance(error, NotRegular) or error.errno == errno.EFBIG):
-            raise  # Of storage, which may be back soon.
+    except NotRegular as error:
         message = f"{manifest} cannot be read ({error}); {again}"
     else:
         sized.append(_sized(spec, found))

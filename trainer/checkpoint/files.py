@@ -129,8 +129,9 @@ def remove_folder(folder: Folder) -> None:
     if isinstance(folder, Path):
         (folder / COMMIT_MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():
-            logger.warning("files of %s cannot be removed; the next start tries again", folder)
+        with suppress(OSError):
+            if folder.exists():
+                logger.warning("files of %s cannot be removed; the next start tries again", folder)
     else:
         (folder / COMMIT_MARKER).delete()
         folder.delete()

@@ -215,8 +215,8 @@ class ParquetSource:
 
 def _unreadable(file: Location, group: int, cause: str) -> CorruptFileError:
     return CorruptFileError(
-        f"{file}: row group {group} cannot be read ({cause}); was the file damaged or replaced? "
-        "Prepare or copy the data again"
+        f"{file}: row group {group} cannot be read ({cause}); was the file damaged or replaced, or "
+        "is another folder mounted on this host? Prepare or copy the data again"
     )
 
 

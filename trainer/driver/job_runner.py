@@ -97,8 +97,9 @@ class JobGoodput:
             while (found := read_batch(self._stream, self._offset))[0]:
                 records, self._offset = found
                 for record in records:
-                    # The clock of the workers' host may be another.
-                    self._seen_until = min(max(record.time, self._seen_until), now)
+                    # The clock of the workers' host may be another, and this one's may be set.
+                    at = record.time + now - time.time()
+                    self._seen_until = min(max(at, self._seen_until), now)
                     self._apply(record, self._seen_until)
         if now - self._reported_at >= _REPORT_EVERY_S:
             self._report(now)
@@ -136,7 +137,7 @@ class JobGoodput:
     def _report(self, now: float) -> None:
         self._reported_at = now
         values = self._meter.metrics(now, self.step, self.durable_step)
-        self.write(Metrics(time=now, step=self.step, values=values))
+        self.write(Metrics(time=time.time(), step=self.step, values=values))
 
 
 class HangMonitor:

@@ -10,6 +10,7 @@ attempt ended; its exit code is 0 only when training completed.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -22,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 
 import httpx
-from pydantic_core import from_json
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from trainer import failures
 from trainer.coordination.detection import ReplacementPolicy
@@ -63,7 +64,7 @@ from trainer.protocol import events
 from trainer.protocol.mirror import MirrorThread
 from trainer.protocol.outbox import EventWriter, OutboxPoster
 from trainer.protocol.run_dir import RunDir, write_whole
-from trainer.protocol.untrusted import read_untrusted
+from trainer.protocol.untrusted import NotRegular, read_untrusted
 from trainer.protocol.versions import check_versions, installed_versions
 from trainer.protocol.worker_config import SecretEnv
 from trainer.sinks import open_sinks
@@ -79,6 +80,7 @@ EXIT_CODES: dict[str, int] = {"completed": 0, "cancelled": 130, "paused": 75}
 EXIT_EVICTED = 143
 WARM_WORKERS_TIMEOUT_S = 10.0
 _POLL_S = 1.0
+_SCALES = TypeAdapter(dict[str, tuple[FiniteFloat, FiniteFloat]])
 # Ray Train, in the domain `job`: check the workers once a second. `JobRunner` and `GroupRunLoop`
 # read Ray's drain notices themselves.
 TRAIN_SETTINGS = {
@@ -184,27 +186,31 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
     return failure
 
 
-def keep_scales(spec: JobSpec, context: DriverContext) -> JobSpec:
-    """The spec with mean and deviation of each number as an earlier attempt found them.
+def keep_scales(spec: JobSpec, run: RunDir) -> JobSpec:
+    """The spec with mean and deviation of each number as the first attempt found them.
 
-    The model was trained by these; of rows that came since, others would be measured. Where no
-    earlier attempt says, or can be read, they are.
+    The model was trained by these; of rows that came since, others would be measured.
     """
-    job, _, number = context.attempt_id.rpartition("-a")
-    for earlier in reversed(range(int(number) if number.isdecimal() else 0)):
-        path = RunDir(context.run_dir).attempt(f"{job}-a{earlier}").resolved_spec_path
-        with suppress(OSError, ValueError, KeyError):
-            document = from_json(read_untrusted(path, context.files.runs_dir))
-            known = {
-                each.name: each for each in JobSpec.checked(document, {"stored": True}).features
-            }
-            features = [
-                each.model_copy(update={"mean": known[each.name].mean, "std": known[each.name].std})
-                if each.transform == "standardise" and None in (each.mean, each.std)
-                else each
-                for each in spec.features
-            ]
-            return spec.model_copy(update={"features": tuple(features)})
+    try:
+        known = _SCALES.validate_json(read_untrusted(run.scales_path, run.root))
+    except (FileNotFoundError, NotRegular, ValidationError):
+        return spec
+    features = [
+        each.model_copy(update=dict(zip(("mean", "std"), known[each.name], strict=True)))
+        if each.name in known and None in (each.mean, each.std)
+        else each
+        for each in spec.features
+    ]
+    return spec.model_copy(update={"features": tuple(features)})
+
+
+def resolved(spec: JobSpec, run: RunDir, report: Callable[[str], None]) -> JobSpec:
+    """The spec with all that the data tells, by scales that later attempts keep, too."""
+    spec = resolve_inputs(keep_scales(spec, run), report)
+    scaled = [each for each in spec.features if each.transform == "standardise"]
+    if scaled:
+        scales = {each.name: (each.mean, each.std) for each in scaled}
+        write_whole(run.scales_path, json.dumps(scales).encode())
     return spec
 
 
@@ -216,7 +222,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     import ray
 
     report = partial(warn, writer)
-    spec = resolve_inputs(keep_scales(context.read_spec(), context), report)
+    spec = resolved(context.read_spec(), RunDir(context.run_dir), report)
     data = ray.put(find_data(spec))
     use_gpu, capacity, max_workers = wants_gpu(spec, num_gpus()), None, context.cluster_max_workers
     if max_workers is not None:

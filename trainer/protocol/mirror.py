@@ -62,7 +62,7 @@ _FROM_SERVICE = (
     r"ATTEMPT/(spec|pause-request|resize-request|growth-limit|trace-request)\.json"
 )
 _BOTH_WAYS = (
-    r"skipped-rows\.json|sinks/[a-z_]{1,40}\.json|"
+    r"(skipped-rows|scales)\.json|sinks/[a-z_]{1,40}\.json|"
     r"ATTEMPT/((resolved-spec|stop-request)\.json|(stopping|completed)-\d{1,4})"
 )
 # Files of an export have names of the user's.

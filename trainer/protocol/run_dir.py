@@ -130,6 +130,7 @@ class RunDir:
         self.job_path = root / "job.json"
         self.secret_names_path = root / "secret-names.json"
         self.rewind_path = root / "rewind.json"
+        self.scales_path = root / "scales.json"
         self.checkpoints_dir = root / "checkpoints"
         self.exports_dir = root / "exports"
         self.tensorboard_dir = root / "tensorboard"

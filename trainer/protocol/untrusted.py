@@ -26,7 +26,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class NotRegular(PermissionError):
-    """A link, a pipe or the like in the place of a file or folder; links are never followed."""
+    """A link, a pipe or the like in the place of a file or folder, or more than was ever written
+    there; links are never followed."""
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def read_untrusted(path: Path, within: Path, max_bytes: int = MAX_DOCUMENT_BYTES
     with open_untrusted(path, within) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"more than {max_bytes} bytes", str(path))
+        raise NotRegular(errno.EFBIG, f"more than {max_bytes} bytes", str(path))
     return content
 
 

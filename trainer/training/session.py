@@ -510,7 +510,7 @@ class Session:
         step = self.state.step
         is_whole = step % self.spec.training.report_every_steps == 0 and self.config.group is None
         if self.is_finished and self.rows_per_s and not is_whole:
-            # A step or two, and the wait for the last average, are not the speed of the job.
+            # Fewer steps, and the wait for the last average, are not the speed of the job.
             values = {k: v for k, v in values.items() if not k.startswith(("speed/", "phase/"))}
         self.rows_per_s = values.get("speed/rows_per_s", self.rows_per_s)
         self.emit(events.Metrics(time=time_s, step=step, values=values))

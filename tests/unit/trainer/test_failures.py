@@ -47,6 +47,8 @@ def test_a_dead_rank_explains_what_its_peers_ran_into() -> None:
     assert explain([odd, dead, LOST]) == dead
     assert explain([odd, dead, BAD_ROW]) == BAD_ROW
     assert explain([LOST, odd]) == odd
+    broken = Failure(EndReason.WORKERS_LOST, BROKEN)
+    assert explain([LOST, odd, broken]) == broken
     assert explain([dead, LOST, HOST_GONE]) == HOST_GONE
 
 
@@ -106,8 +108,10 @@ ECHOES = (
     "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error, NCCL "
     "version 2.29.7\nLast error:\nNET/IB : Got completion from peer 10.0.0.2<43210> with error 12",
     "ncclSystemError: Last error:\nsocketProgress: Connection closed by remote peer host<1234>",
-    "CUDA error: uncorrectable ECC error encountered",
 )
+
+
+BROKEN = "CUDA error: uncorrectable ECC error encountered"
 
 
 class OutOfMemoryError(RuntimeError):
@@ -131,6 +135,7 @@ def test_an_error_that_nobody_named_is_told_by_its_type_and_text() -> None:
         EndReason.WORKERS_LOST: [
             *(kind("Connection reset by peer") for kind in PEER_ERRORS),
             *map(RuntimeError, ECHOES),
+            RuntimeError(BROKEN),
         ],
         EndReason.TRAINING_ERROR: [
             ValueError("connection refused is no option"),

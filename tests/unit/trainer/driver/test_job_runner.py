@@ -392,7 +392,12 @@ def test_a_clock_that_is_set_back_takes_nothing_from_the_time_that_was_lost(
     clock = Mock(time=lambda: 1e9 + world.now - 3600 * (world.now > 5))
     monkeypatch.setattr(job_runner, "time", clock)
     runner = world.runner_of(world.attempt)
-    world.plot = [(30, world.end())]
+    writer = EventWriter(world.files.stream_path("workers-0"))
+
+    def began() -> None:
+        writer.write(workers_started().model_copy(update={"time": clock.time()}))
+
+    world.plot = [(30, began), (60, world.end())]
     assert runner.run_once(0) is None
     (last,) = world.told(events.Metrics)[-1:]
     assert last.values["goodput/lost_s/start"] == pytest.approx(30)

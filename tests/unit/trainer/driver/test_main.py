@@ -40,11 +40,14 @@ from trainer.failures import EndReason, Failure
 from trainer.layout.choice import Choice
 from trainer.layout.hosts import HostFacts, Site, site_of
 from trainer.protocol.events import WorkersLost
+from trainer.protocol.mirror import comes_from_service, goes_to_service
 from trainer.protocol.outbox import EventWriter
+from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import MAX_TEXT_CHARS
+from trainer.spec.resolve import fill_statistics
 
 
 def environment(run_dir: Path, **more: str) -> dict[str, str]:
@@ -167,29 +170,25 @@ def test_a_training_whose_checkpoints_the_driver_does_not_see_is_tried_again_wit
 
 
 @pytest.mark.parametrize("given", [{}, {"mean": 50.0, "std": 20.0}])
-def test_numbers_are_scaled_as_in_the_attempt_before_unless_the_spec_says_how(
+def test_numbers_are_scaled_as_in_the_first_attempt_unless_the_spec_says_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, float]
 ) -> None:
     user, age = spec_document()["features"]
+    document = spec_document(features=[user, age | {"transform": "standardise"} | given])
+    job, run = validate_spec(document), RunDir(tmp_path)
+    measured = iter((49.0, 51.0, 53.0))
 
-    def job(**scales: float) -> str:
-        return spec(features=[user, age | {"transform": "standardise"} | scales]).model_dump_json()
+    def measure(unresolved: JobSpec, _: object) -> JobSpec:
+        return fill_statistics(unresolved, {"age_mean": next(measured), "age_std": 18.0})
 
-    attempts = [
-        DriverContext.from_env(environment(tmp_path, ATTEMPT_ID=f"job-1-a{number}"))
-        for number in range(3)
-    ]
-    for each in attempts:
-        each.files.root.mkdir(parents=True)
-    attempts[0].files.resolved_spec_path.write_text(job(mean=49.0, std=18.0))
-    attempts[1].files.resolved_spec_path.symlink_to(attempts[0].files.spec_path)
-    attempts[2].files.spec_path.write_text(job(**given))
-    resolve = Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(main, "resolve_inputs", resolve)
-    with pytest.raises(InterruptedError):
-        main.open_attempt(attempts[2], Mock())
-    _, found = resolve.call_args.args[0].features
-    assert (found.mean, found.std) == ((50.0, 20.0) if given else (49.0, 18.0))
+    monkeypatch.setattr(main, "resolve_inputs", measure)
+    for _ in range(2):
+        found = main.resolved(job, run, Mock()).features[1]
+        assert (found.mean, found.std) == ((50.0, 20.0) if given else (49.0, 18.0))
+    run.scales_path.write_text("{}{")
+    assert main.resolved(job, run, Mock()).features[1].mean == (50.0 if given else 53.0)
+    assert comes_from_service(run.scales_path.name, "job-1-a1")
+    assert goes_to_service(run.scales_path.name, "job-1-a1")
 
 
 @pytest.mark.parametrize("began", ["workers-0", "group-g0i0-0"])

@@ -354,13 +354,15 @@ def end_attempt(
 ) -> events.AttemptEnded:
     """Run the attempt in a folder that no other one uses; how it ended. Raises `Evicted`."""
     try:
-        if mismatches := check_versions():
-            raise AttemptFailed(Failure(EndReason.VERSION_MISMATCH, "; ".join(mismatches)))
         check_lease(context)
-        context = with_secrets(context)
-        # Only now: some of the secrets may be for them.
-        for feed in feeds:
-            feed.start()
+        try:
+            if mismatches := check_versions():
+                raise AttemptFailed(Failure(EndReason.VERSION_MISMATCH, "; ".join(mismatches)))
+            context = with_secrets(context)
+        finally:
+            # Only now: some of the secrets may be for them.
+            for feed in feeds:
+                feed.start()
         # Should another attempt take the run folder, this one ends.
         evict = partial(os.kill, os.getpid(), signal.SIGTERM)
         with hold_run(context.run_dir, context.attempt_id, on_lost=evict):

@@ -42,7 +42,7 @@ class MlflowSink:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         # By default it tries for minutes, longer than a driver waits at its end.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self.tracking_uri)

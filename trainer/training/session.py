@@ -708,7 +708,13 @@ class Session:
         """
         parts = self.spec, self.checkpoints, self.row_order, self.model, self.optimizers
         end = in_background(partial(restore, *parts), "restore", self.groups.device)
-        await_end(end, self.heartbeat.advance)
+        began = time.monotonic()
+
+        def beat() -> None:
+            if time.monotonic() - began < LONG_TIMEOUT.total_seconds():
+                self.heartbeat.advance()
+
+        await_end(end, beat)
         found = end.result()
         if found is not None:
             self.train_meter.load_state(found.meters)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +68,19 @@ def refusal(sharding: Sharding, warm: WarmStartSpec, rename: str = "") -> str:
     return refusal_of(lambda: start(sharding, warm, rename))
 
 
-def refusals_of_code(folder: Path, ran: Path) -> tuple[str, str]:
-    """How a warm start and a resume from pickles that would make the folder `ran` are refused."""
-    hostile = Call(os.mkdir, ran)
+def refusals_of_code(folder: Path, ran: Path) -> tuple[str, ...]:
+    """How a warm start and resumes from pickles that would make the folder `ran` are refused."""
+    hostile, packed = Call(os.mkdir, ran), io.BytesIO()
+    torch.save(hostile, packed)
     save_load.save(folder / "meters", {METERS: hostile})
+    save_load.save(folder / "packed", {METERS: packed.getvalue()})
     save_load.save(folder / "metadata", {METERS: b""})
     if torch.distributed.get_rank() == 0:
         (folder / "metadata/.metadata").write_bytes(pickle.dumps(hostile))
     commit(folder / "metadata")
     return (
         refusal(OTHER, WarmStartSpec(path=str(folder / "metadata"))),
-        refusal_of(lambda: load_packed(folder / "meters", METERS)),
+        *(refusal_of(partial(load_packed, folder / n, METERS)) for n in ("meters", "packed")),
     )
 
 
@@ -122,6 +126,7 @@ def test_a_checkpoint_runs_no_code_and_every_rank_refuses_it(tmp_path: Path) -> 
     assert first == second, "every rank says the same"
     assert "metadata is no description of a checkpoint: it holds posix.mkdir" in first[0]
     assert "meters is refused: it holds posix.mkdir, which may run code" in first[1]
+    assert "packed is refused" in first[2]
     assert all(each.startswith("CheckpointRefused") for each in first)
     assert not (tmp_path / "ran").exists()
 

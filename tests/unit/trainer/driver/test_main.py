@@ -130,10 +130,21 @@ def test_a_driver_that_starts_after_its_attempt_has_ended_does_nothing(
     client = httpx.Client(transport=httpx.MockTransport(answer))
     monkeypatch.setattr(DriverContext, "connect", lambda self, timeout_s: client)
     monkeypatch.setattr(main, "run_until_stopped", Mock(return_value=Failure("bad_spec", "ran")))
-    ended = main.end_attempt(served, EventWriter(context.files.stream_path("driver")))
+    feed = Mock()
+    ended = main.end_attempt(served, EventWriter(context.files.stream_path("driver")), [feed])
     assert asked == ["/v1/attempts/job-1-a0/lease"]
     assert ended.reason == ("bad_spec" if goes_on else EndReason.CANCELLED)
     assert main.run_until_stopped.called is goes_on  # type: ignore[attr-defined]
+    assert feed.start.called is goes_on, "the records of a job that has gone on are another's"
+
+
+def test_sinks_hear_that_versions_are_unlike(
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "check_versions", lambda: ["ray 2.1 is not 2.2"])
+    feed = Mock()
+    ended = main.end_attempt(context, EventWriter(context.files.stream_path("driver")), [feed])
+    assert ended.reason == EndReason.VERSION_MISMATCH and feed.start.called
 
 
 @pytest.mark.parametrize(

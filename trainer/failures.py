@@ -58,7 +58,7 @@ _PEER_LOST_SIGNS = (
     "connection closed by remote peer",
 )
 # CUDA's words for a device that is broken, which is as good as lost.
-_BROKEN_SIGNS = ("uncorrectable ecc error", "uncorrectable nvlink error")
+BROKEN_SIGNS = ("uncorrectable ecc error", "uncorrectable nvlink error")
 
 
 class Budget(StrEnum):
@@ -348,7 +348,7 @@ def reason_of(error: BaseException) -> EndReason:
         return EndReason.DEVICE_OOM
     if any(sign in text for sign in _HOST_SIGNS):
         return EndReason.HOST_OOM
-    is_lost = any(sign in message for sign in _PEER_LOST_SIGNS + _BROKEN_SIGNS)
+    is_lost = any(sign in message for sign in _PEER_LOST_SIGNS + BROKEN_SIGNS)
     return (
         EndReason.WORKERS_LOST
         if is_lost and isinstance(error, RuntimeError | OSError)
@@ -420,7 +420,7 @@ def explain(failures: Collection[Failure]) -> Failure:
     """
 
     def _order(failure: Failure) -> int:
-        if any(sign in failure.message.lower() for sign in _BROKEN_SIGNS):
+        if any(sign in failure.message.lower() for sign in BROKEN_SIGNS):
             return 1
         if failure.is_death:
             return 2 if failure.reason == EndReason.WORKERS_LOST else 1

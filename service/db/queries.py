@@ -71,7 +71,7 @@ Kind = tuple[Collection[JobStatus], Collection[str] | None]
 _MAX_WALKS = 64
 # Of the timeline of one job, as far as its drivers tell it: events, and bytes of the large ones.
 _MAX_LINES = 100_000
-_NUM_OLDEST = 10_000  # that are looked at for what can go
+_NUM_SAVES = 10_000  # that make room at once: each time they are searched for
 _SAVES = ("checkpoint_committed", "checkpoint_deleted")
 _LARGE_BYTES = 1 << 16
 _MAX_LARGE_BYTES = 1 << 26
@@ -309,17 +309,15 @@ def _fitting(
 ) -> list[TimelineEvent]:
     """What of a driver's events the timeline of its job has room for, the first of them.
 
-    Those of checkpoints among the oldest make room: a long job saves far more often than it tells
-    else.
+    The oldest lines of checkpoints make room, many at once, until none is left: a long job saves
+    far more often than it tells else.
     """
     lines = select(timeline.c.id).where(timeline.c.job_id == job_id)
     limited = lines.limit(_MAX_LINES).subquery()
     num_lines = connection.execute(select(func.count()).select_from(limited)).scalar_one()
-    if num_lines + len(told) > _MAX_LINES - 1:
-        # All of them, so that not every batch of a full timeline has to look.
-        oldest = lines.order_by(timeline.c.id).limit(_NUM_OLDEST)
-        saves = timeline.c.id.in_(oldest) & timeline.c.kind.in_(_SAVES)
-        num_lines -= connection.execute(delete(timeline).where(saves)).rowcount
+    if _MAX_LINES - 1 - len(told) < num_lines < _MAX_LINES:
+        saves = lines.where(timeline.c.kind.in_(_SAVES)).order_by(timeline.c.id).limit(_NUM_SAVES)
+        num_lines -= connection.execute(delete(timeline).where(timeline.c.id.in_(saves))).rowcount
     fitting = [*told[: max(0, _MAX_LINES - 1 - num_lines)]]
     if num_lines < _MAX_LINES and len(fitting) < len(told):
         message = "the timeline is full: what the job tells from now on is left out"

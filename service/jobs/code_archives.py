@@ -30,6 +30,7 @@ from trainer.protocol.code_archive import (
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.untrusted import (
     MAX_ENTRIES,
+    NotRegular,
     list_untrusted,
     read_untrusted,
     remove_untrusted,
@@ -161,6 +162,6 @@ def _read(settings: Settings, path: Path, code: str) -> bytes | None:
     """The archive at `path`, unless it is missing or another one."""
     try:
         data = read_untrusted(path, settings.runs_dir, _MAX_ARCHIVE_BYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotRegular):
         return None
     return data if id_of(data) == code else None

@@ -395,7 +395,7 @@ def trashed_checkpoint_paths(settings: Settings, job_id: str) -> set[str]:
     """Each `checkpoint.path` in the `job.json` of a job's trashed folders."""
     found = set[Any]()
     for folder in _trashed_folders(settings, job_id):
-        with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+        with contextlib.suppress(FileNotFoundError, NotRegular, ValueError, LookupError, TypeError):
             document = from_json(read_untrusted(RunDir(folder).job_path, folder.parent))
             found.add(document["spec"]["checkpoint"]["path"])
     return {path for path in found if isinstance(path, str)}

@@ -355,14 +355,12 @@ def end_attempt(
     """Run the attempt in a folder that no other one uses; how it ended. Raises `Evicted`."""
     try:
         check_lease(context)
-        try:
-            if mismatches := check_versions():
-                raise AttemptFailed(Failure(EndReason.VERSION_MISMATCH, "; ".join(mismatches)))
-            context = with_secrets(context)
-        finally:
-            # Only now: some of the secrets may be for them.
-            for feed in feeds:
-                feed.start()
+        context = with_secrets(context)
+        # Only now: some of the secrets may be for them.
+        for feed in feeds:
+            feed.start()
+        if mismatches := check_versions():
+            raise AttemptFailed(Failure(EndReason.VERSION_MISMATCH, "; ".join(mismatches)))
         # Should another attempt take the run folder, this one ends.
         evict = partial(os.kill, os.getpid(), signal.SIGTERM)
         with hold_run(context.run_dir, context.attempt_id, on_lost=evict):

@@ -180,7 +180,7 @@ def users_error(error: Exception, module: str) -> UserCodeError | None:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    """Whether an error only passes through the user's code: a lost peer, or no memory.
+    """Whether an error only passes through the user's code: a lost peer, a broken GPU, no memory.
 
     What a collective says comes from PyTorch; the user's own connections may fail in like words.
     """
@@ -189,7 +189,8 @@ def _is_foreign(error: BaseException) -> bool:
         return reason != EndReason.TRAINING_ERROR
     if not isinstance(error, RuntimeError):
         return False
-    is_named = any(each in str(error).lower() for each in _COLLECTIVES)
+    names = (*_COLLECTIVES, *failures.BROKEN_SIGNS)
+    is_named = any(each in str(error).lower() for each in names)
     if is_named or isinstance(error, dist.DistError):
         return True
     deepest = Path(_files_of(error)[-1])  # who raised it, and not who called them

@@ -10,6 +10,7 @@ RUN_DIR/                         one per job
   secret-names.json              names of the secrets that the job's processes need, if any
   exports/x-ID/                  an export of the model, see `trainer.export.requests`
   code/ID.zip                    code of the user's module, as it was uploaded
+  scales.json                    mean and deviation of numbers, by feature, as first measured
   rewind.json                    the checkpoint that the job went back to: {"checkpoint", ...}
   attempts/ATTEMPT_ID/
     spec.json                    the spec as this attempt runs it

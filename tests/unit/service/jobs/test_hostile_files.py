@@ -90,7 +90,7 @@ def test_a_trusted_folder_may_be_a_link_and_names_must_not_lead_up(tmp_path: Pat
     replace_untrusted(tmp_path / "runs" / "job" / "a" / "b", b"12345", tmp_path / "runs")
     path = tmp_path / "runs" / "job" / "a" / "b"
     assert read_untrusted(path, tmp_path / "runs", 5) == b"12345"
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(NotRegular) as raised:
         read_untrusted(path, tmp_path / "runs", 4)
     assert raised.value.errno == errno.EFBIG
     with pytest.raises(NotRegular):
@@ -312,6 +312,7 @@ def test_the_oldest_checkpoints_leave_a_full_timeline_to_what_is_told_next(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queries, "_MAX_LINES", 16)
+    monkeypatch.setattr(queries, "_NUM_SAVES", 3)
     job_id = api.start()
     told = [*map(checkpoint, range(30)), workers_started(), *map(checkpoint, range(30, 40))]
     for seq, each in enumerate(told):

@@ -228,6 +228,7 @@ def test_a_module_that_is_nowhere_says_how_to_ship_it() -> None:
         (SystemExit(2), EndReason.USER_CODE),
         (RuntimeError("[c10d] Timed out waiting for 2 ranks"), EndReason.WORKERS_LOST),
         (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), EndReason.WORKERS_LOST),
+        (RuntimeError("CUDA error: uncorrectable ECC error"), EndReason.WORKERS_LOST),
         (MemoryError("std::bad_alloc"), EndReason.HOST_OOM),
     ],
 )

@@ -73,10 +73,13 @@ _OTHERS_S = 180.0
 
 @dataclass
 class JobGoodput:
-    """Goodput over all runs of an attempt's workers; `now` never runs backwards, and is near to
-    Unix time in seconds."""
+    """Goodput over all runs of an attempt's workers; `now` never runs backwards.
+
+    `ahead_s` says how many seconds it is ahead of Unix time, which the workers' records have.
+    """
 
     write: Callable[[Event], None]
+    ahead_s: Callable[[float], float] = lambda now: now - time.time()
     step: int = 0
     durable_step: int = 0
     _meter: GoodputMeter = field(default_factory=GoodputMeter)
@@ -97,8 +100,8 @@ class JobGoodput:
             while (found := read_batch(self._stream, self._offset))[0]:
                 records, self._offset = found
                 for record in records:
-                    # The clock of the workers' host may be another, and this one's may be set.
-                    at = record.time + now - time.time()
+                    # The clock of the workers' host may be another.
+                    at = record.time + self.ahead_s(now)
                     self._seen_until = min(max(at, self._seen_until), now)
                     self._apply(record, self._seen_until)
         if now - self._reported_at >= _REPORT_EVERY_S:
@@ -137,7 +140,7 @@ class JobGoodput:
     def _report(self, now: float) -> None:
         self._reported_at = now
         values = self._meter.metrics(now, self.step, self.durable_step)
-        self.write(Metrics(time=time.time(), step=self.step, values=values))
+        self.write(Metrics(time=now - self.ahead_s(now), step=self.step, values=values))
 
 
 class HangMonitor:

@@ -141,7 +141,7 @@ def started(time: float, resumed_step: int = 0) -> WorkersStarted:
 @pytest.mark.parametrize("ahead_s", [-40.0, 40.0])
 def test_a_host_whose_clock_is_off_makes_no_time_negative(ahead_s: float, tmp_path: Path) -> None:
     told: list[Metrics] = []
-    goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
+    goodput, stream = JobGoodput(told.append, lambda _: 0.0), tmp_path / "workers-0.jsonl"
     goodput.begin(stream, now=100.0)
     for event in (started(110.0 + ahead_s), checkpoint(20, time=120.0 + ahead_s)):
         EventWriter(stream).write(event)
@@ -153,7 +153,7 @@ def test_a_host_whose_clock_is_off_makes_no_time_negative(ahead_s: float, tmp_pa
 
 def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Path) -> None:
     told: list[Event] = []
-    goodput = JobGoodput(told.append)
+    goodput = JobGoodput(told.append, lambda _: 0.0)
     first, second = tmp_path / "workers-0.jsonl", tmp_path / "workers-1.jsonl"
     goodput.begin(first, now=0.0)
     writer = EventWriter(first)
@@ -188,7 +188,7 @@ def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Pat
 
 def test_the_job_domain_tells_stalls_of_saves_and_hangs_from_work(tmp_path: Path) -> None:
     told: list[Metrics] = []
-    goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
+    goodput, stream = JobGoodput(told.append, lambda _: 0.0), tmp_path / "workers-0.jsonl"
     goodput.begin(stream, now=0.0)
     stall = Metrics(time=31.0, step=20, values={"checkpoint/stall_s": 2.0})
     for event in (
@@ -210,7 +210,7 @@ def test_the_job_domain_tells_stalls_of_saves_and_hangs_from_work(tmp_path: Path
 
 def test_what_is_trained_beside_a_save_is_not_in_that_checkpoint(tmp_path: Path) -> None:
     told: list[Metrics] = []
-    goodput, stream = JobGoodput(told.append), tmp_path / "workers-0.jsonl"
+    goodput, stream = JobGoodput(told.append, lambda _: 0.0), tmp_path / "workers-0.jsonl"
     goodput.begin(stream, now=0.0)
     # The second one began before the first was there.
     saves = (checkpoint(20, time=50.0, duration_s=20.0), checkpoint(20, time=52.0, duration_s=30.0))
